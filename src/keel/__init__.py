@@ -1,0 +1,11 @@
+"""Keel: side streams beside a Transformer, and measured evidence of whether they help."""
+
+from __future__ import annotations
+
+from keel.errors import KeelError
+from keel.model import KeelConfig, KeelForCausalLM, attach, load
+from keel.positions import Positions
+from keel.streams import StructuralStream
+
+__version__ = "0.1.0"
+__all__ = ["KeelConfig", "KeelError", "KeelForCausalLM", "Positions", "StructuralStream", "attach", "load"]

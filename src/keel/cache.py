@@ -1,0 +1,153 @@
+"""The streams' layer in the Hugging Face cache, so that generation carries, reorders and rolls back their state.
+
+It is appended behind the host's own layers. A recurrent state has no length to cut, so while the past is recorded (assisted and
+prompt-lookup decoding) the state after every recent token is kept, and ``crop(-n)`` restores exactly the one n tokens ago.
+
+Shapes: B batch, T recent tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+
+from keel.errors import KeelError
+from keel.streams.base import PassResult, State
+
+
+class StreamCacheLayer(CacheLayerMixin):
+    """State of every stream between passes.
+
+    Attributes:
+        states: for each stream its state, every tensor [B, ...]; empty before the first token.
+        history: for each stream the states after each recent token, [B, T, ...]; kept only while ``record_past``.
+        base: the states before the first token of ``history``.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[str, State] = {}
+        self.base: dict[str, State] = {}
+        self.history: dict[str, State] = {}
+        self.record_past = False
+        self.seen = 0
+
+    def store(self, results: dict[str, PassResult], num_tokens: int) -> None:
+        """Take over what the streams left behind after a pass over ``num_tokens`` tokens."""
+        if self.record_past:
+            for name, result in results.items():
+                if self.history.get(name):
+                    recent = self.history[name]
+                    self.history[name] = {key: torch.cat([recent[key], new], 1) for key, new in result.history.items()}
+                else:
+                    self.base[name] = self.states.get(name, {})
+                    self.history[name] = dict(result.history)
+        self.states = {name: dict(result.state) for name, result in results.items()}
+        self.seen += num_tokens
+        self.is_initialized = True
+
+    def activate_past_recording(self) -> None:
+        """Keep the state after every token from now on, until ``crop``."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back ``-tokens_to_remove`` tokens exactly, and forget the history before that point.
+
+        Raises: KeelError for a positive count, or when the past was not recorded that far.
+        """
+        if tokens_to_remove > 0:
+            raise KeelError(f"crop takes 0 or minus the number of tokens to remove, got {tokens_to_remove}")
+        removed = -tokens_to_remove
+        if removed and not self.record_past:
+            raise KeelError("cannot roll back: the states of past tokens were not recorded; call activate_past_recording() first")
+        for name, history in self.history.items():
+            length = next(iter(history.values())).shape[1] if history else 0
+            if removed > length:
+                raise KeelError(f"cannot roll back {removed} tokens of stream {name!r}: {length} are recorded")
+            if removed == length:
+                self.states[name] = self.base[name]
+            elif removed:
+                self.states[name] = {key: states[:, length - removed - 1] for key, states in history.items()}
+        self.history, self.base = {}, {}
+        self.seen -= removed
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch for beam search."""
+        self._map(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self._map(lambda state: state[indices.to(state.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        self._map(lambda state: state.repeat_interleave(repeats, 0))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.states, self.base, self.history, self.seen = {}, {}, {}, 0
+
+    def offload(self) -> None:
+        """Keep the state where it is: it is small and read first in every pass."""
+
+    def prefetch(self) -> None:
+        """See ``offload``."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and offset that a mask over these tokens would have."""
+        return self.seen + query_length, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse: no attention layer writes here."""
+        raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Refuse: no attention layer writes here."""
+        raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        for group in (self.states, self.base, self.history):
+            for name, state in group.items():
+                group[name] = {key: change(value) for key, value in state.items()}
+
+
+def new_cache(host_config: PreTrainedConfig) -> DynamicCache:
+    """Return an empty cache for the host and its streams."""
+    cache = DynamicCache(config=host_config)
+    stream_layer(cache, host_config)
+    return cache
+
+
+def stream_layer(cache: Cache, host_config: PreTrainedConfig) -> StreamCacheLayer:
+    """Return the streams' layer of ``cache``, appending it behind the host's layers where it is not there yet.
+
+    Raises: KeelError for a cache in which the state could not be exact: a static one, or one already filled without the streams.
+    """
+    if not isinstance(cache, Cache):
+        raise KeelError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}; pass DynamicCache(config=...)")
+    if cache.layers and isinstance(cache.layers[-1], StreamCacheLayer):
+        return cache.layers[-1]
+    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise KeelError("a static cache would silently lose the streams' state; use cache_implementation='dynamic'")
+    if cache.get_seq_length() > 0:
+        raise KeelError("this cache was filled without the streams, their state is missing; start from an empty cache")
+    while len(cache.layers) < host_config.num_hidden_layers:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = StreamCacheLayer()
+    cache.layers.append(layer)
+    return layer

@@ -1,0 +1,497 @@
+"""A host and its side streams as one Hugging Face model.
+
+    model = keel.attach(host, keel.StructuralStream())      # the first forward is the host's, bit for bit
+    model.generate(...); model.save_pretrained(folder); host = model.detach()
+
+Shapes: B batch, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from keel.cache import StreamCacheLayer, new_cache, stream_layer
+from keel.errors import KeelError, build_config
+from keel.hosts import fingerprint, host_family, host_shape, logits_from_hidden, site_module
+from keel.positions import Positions, set_positions
+from keel.storage import is_streams_folder, load_streams, save_streams
+from keel.streams import stream_from_config
+from keel.streams.base import Flow, InputHook, OutputHook, PassInputs, PassResult, Stream, Wires
+
+
+class KeelConfig(PreTrainedConfig):
+    """Configuration of a host with streams.
+
+    Attributes:
+        text_config: the host's own configuration (this name is the one that generation and caches look for).
+        streams: name -> {"type": ..., fields}.
+        positions: fields of ``keel.positions.Positions`` where the host's position scheme is replaced, else None.
+        host_name: where the host was loaded from.
+        host_fingerprint: ``keel.hosts.fingerprint`` of the host's weights: at attach, and anew at every save.
+    """
+
+    model_type = "keel"
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
+
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    streams: dict[str, Any] | None = None
+    positions: dict[str, Any] | None = None
+    host_name: str = ""
+    host_fingerprint: str = ""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = AutoConfig.for_model(**self.text_config)
+        self.streams = self.streams or {}
+        super().__post_init__(**kwargs)
+
+
+@dataclass
+class KeelOutput(CausalLMOutputWithPast):
+    """``CausalLMOutputWithPast`` with what the streams add.
+
+    Attributes:
+        losses: named auxiliary losses with their weight, already part of ``loss``.
+        signals: named per-token signals, [B, T] or [B, T, L]; only with ``collect_signals=True``.
+    """
+
+    losses: dict[str, Tensor] | None = None
+    signals: dict[str, Tensor] | None = None
+
+
+class KeelForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model with side streams. Made by ``keel.attach``, ``keel.load`` or ``from_pretrained``."""
+
+    config_class = KeelConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    def __init__(self, config: KeelConfig, host: PreTrainedModel | None = None, streams: Mapping[str, Stream] | None = None):
+        super().__init__(config)
+        if host is None:
+            host = AutoModelForCausalLM.from_config(config.text_config)
+        else:
+            _mark_initialized(host)
+        self.host = host
+        self.family = host_family(host)
+        if config.positions is not None:
+            set_positions(host, build_config(Positions, config.positions, "positions"))
+        if streams is None:
+            streams = {name: stream_from_config(fields, f"streams.{name}") for name, fields in config.streams.items()}
+        for stream in streams.values():
+            stream.build(host_shape(host))
+        self.streams = nn.ModuleDict(streams)
+        self.generation_config = host.generation_config
+        self._wire()
+        self.post_init()
+
+    # -- wiring ---------------------------------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        """Register one hook a site; done once, before any compile."""
+        self.wires = Wires()
+        self.wires.streams = dict(self.streams.items())
+        self.streams_enabled = True
+        self._hooks: list[Any] = []
+        writers: dict[tuple[str, int], list[str]] = {}
+        for name, stream in self.streams.items():
+            for pair in stream.write_sites():
+                writers.setdefault(pair, []).append(name)
+        self.embedding_writers = writers.pop(("embeddings", -1), [])
+        for (site, layer), names in writers.items():
+            module, is_input = site_module(self.host, self.family, site, layer)
+            if is_input:
+                hook = InputHook(self.wires, names, site, layer)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                self._hooks.append(module.register_forward_hook(OutputHook(self.wires, names, site, layer)))
+
+    @contextmanager
+    def disable_streams(self) -> Iterator[None]:
+        """Let the bare host run inside this context."""
+        before, self.streams_enabled = self.streams_enabled, False
+        try:
+            yield
+        finally:
+            self.streams_enabled = before
+
+    def detach(self) -> PreTrainedModel:
+        """Take the hooks off and return the host; without training it is bitwise the one that was attached."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.streams_enabled = [], False
+        if self.config.positions is not None:
+            set_positions(self.host, Positions())
+        return self.host
+
+    # -- forward --------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_starts: Tensor | None = None,
+        collect_signals: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        num_tokens_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> KeelOutput:
+        """Run host and streams.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep: as in
+                any causal model of transformers; the mask is [B, T] or, with a cache, [B, past + T].
+            document_starts: [B, T] bool, True where a packed document begins: recurrent states restart there.
+            collect_signals: also return per-token signals.
+            num_items_in_batch: number of label tokens in the whole accumulated batch, which the cross-entropy is divided by.
+            num_tokens_in_batch: likewise of attended tokens, for the auxiliary losses.
+        Returns: KeelOutput; ``loss`` is the host's plus every auxiliary loss.
+        Raises: KeelError for a mask or a cache with which the streams could not be exact.
+        """
+        if num_items_in_batch is not None and labels is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        call = functools.partial(
+            self.host, labels=labels, logits_to_keep=logits_to_keep, position_ids=position_ids, return_dict=True, **kwargs
+        )
+        output, results, num_tokens = self._pass(
+            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, collect_signals
+        )
+        total = next((n for n in (num_tokens_in_batch, num_items_in_batch) if n is not None), num_tokens)
+        losses = {
+            f"{name}.{key}": loss.weight * loss.token_sum / total
+            for name, result in results.items()
+            for key, loss in result.losses.items()
+        }
+        loss = output.loss
+        if loss is not None:
+            for auxiliary in losses.values():
+                loss = loss + auxiliary
+        return KeelOutput(
+            loss=loss,
+            logits=output.logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+            losses=losses or None,
+            signals=_named_signals(results) if collect_signals else None,
+        )
+
+    def final_hidden(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+        inputs_embeds: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Return the hidden states that the head would read, [B, T, D], with the streams at work and without the head."""
+        call = functools.partial(self.host.base_model, return_dict=True)
+        output, _, _ = self._pass(
+            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, False
+        )
+        return output
+
+    def logits_from_hidden(self, hidden_BTD: Tensor) -> Tensor:
+        """Apply the host's head: [B, T, V]."""
+        return logits_from_hidden(self.host, hidden_BTD)
+
+    def _pass(
+        self,
+        call: Any,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        use_cache: bool | None,
+        document_starts: Tensor | None,
+        collect_signals: bool,
+    ) -> tuple[Any, dict[str, PassResult], Tensor | int]:
+        """Open every stream, run the host while the wires carry their flows, close them, keep their states."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise KeelError("give exactly one of input_ids and inputs_embeds")
+        embeddings_BTD = inputs_embeds if input_ids is None else self.host.get_input_embeddings()(input_ids)
+        if use_cache is None:
+            use_cache = self.host.config.use_cache and not self.training
+        if self.training and self.is_gradient_checkpointing:
+            use_cache, cache = False, None
+        active = dict(self.streams.items()) if self.streams_enabled else {}
+        layer: StreamCacheLayer | None = None
+        if active and use_cache:
+            cache = new_cache(self.host.config) if cache is None else cache
+            layer = stream_layer(cache, self.host.config)
+        length = embeddings_BTD.shape[1]
+        inputs = PassInputs(
+            embeddings_BTD=embeddings_BTD,
+            attended_BT=_attended(attention_mask, length) if active else None,
+            document_starts_BT=document_starts,
+            input_ids_BT=input_ids,
+            keep_history=layer is not None and layer.record_past,
+            collect_signals=collect_signals,
+        )
+        states = layer.states if layer is not None else {}
+        flows: dict[str, Flow] = {name: stream.open(inputs, states.get(name, {})) for name, stream in active.items()}
+        for name in self.embedding_writers if active else ():
+            embeddings_BTD = active[name].write("embeddings", -1, embeddings_BTD, flows[name])
+        carrying: AbstractContextManager[None] = self.wires.carrying(flows) if active else nullcontext()
+        with carrying:
+            output = call(
+                inputs_embeds=embeddings_BTD, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache
+            )
+        results = {name: stream.close(flows[name]) for name, stream in active.items()}
+        if layer is not None:
+            layer.store(results, length)
+        attended_BT = inputs.attended_BT
+        num_tokens = embeddings_BTD.shape[0] * length if attended_BT is None else attended_BT.sum().clamp(min=1)
+        return output, results, num_tokens
+
+    # -- training -------------------------------------------------------------------------------------------------------
+
+    def set_step(self, step: int) -> None:
+        """Tell the streams' schedules the training step; saved with the model."""
+        for stream in self.wires.streams.values():
+            stream.step.fill_(step)
+
+    def trainable(self, what: str) -> KeelForCausalLM:
+        """Let ``"all"``, only the ``"streams"`` or only the ``"host"`` take gradients; returns self."""
+        if what not in ("all", "streams", "host"):
+            raise KeelError(f"trainable({what!r}): valid: all, streams, host")
+        self.host.requires_grad_(what != "streams")
+        self.streams.requires_grad_(what != "host")
+        return self
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any) -> None:
+        given = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable:
+            if given.get("use_reentrant"):
+                raise KeelError("use_reentrant=True would give silently wrong gradients here; use use_reentrant=False")
+            options = {**given, "use_reentrant": False, "context_fn": self.wires.checkpoint_contexts}
+            gradient_checkpointing_func = functools.partial(checkpoint, **options)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Stream):
+            module.init_weights()
+        elif not isinstance(module, KeelForCausalLM):
+            super()._init_weights(module)
+
+    # -- generation -----------------------------------------------------------------------------------------------------
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        implementation = generation_config.cache_implementation
+        if self.streams and implementation is not None and implementation not in ("dynamic", "offloaded"):
+            raise KeelError(
+                f"cache_implementation={implementation!r} would lose or round the streams' state; use 'dynamic' or 'offloaded'"
+            )
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and self.streams and self.streams_enabled:
+            layer = stream_layer(cache, self.host.config)
+            if generation_config.is_assistant:
+                layer.activate_past_recording()
+        return prepared
+
+    # -- saving and loading ---------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save host and streams as one checkpoint (safetensors), with a fingerprint of the host's weights as they are now."""
+        self.config.host_fingerprint = fingerprint(self.host)
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a whole checkpoint.
+
+        Raises: KeelError for a missing, unexpected or misshapen weight, a damaged file, or a host that is not the one saved.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, use_safetensors=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise KeelError(f"{pretrained_model_name_or_path}: the weights file is damaged or truncated ({error})") from error
+        wrong = {kind: list(info[kind])[:3] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+        if wrong:
+            raise KeelError(f"{pretrained_model_name_or_path}: the checkpoint does not fit its configuration: {wrong}")
+        # Rounding float32 to float16 and then to bfloat16 is not rounding it to bfloat16: such a load cannot be compared.
+        comparable = model.dtype in (torch.float32, torch.bfloat16)
+        if comparable and fingerprint(model.host) != model.config.host_fingerprint:
+            raise KeelError(f"{pretrained_model_name_or_path}: the host's weights are not those that were saved; copy it anew")
+        return (model, info) if wants_info else model
+
+    def save_streams(self, folder: str | os.PathLike[str]) -> None:
+        """Save the streams alone; ``keel.load(folder, backbone=host)`` puts them beside the same host again.
+
+        Raises: KeelError when the host was trained since attach: its weights would be lost; save the whole model.
+        """
+        if fingerprint(self.host) != self.config.host_fingerprint:
+            raise KeelError("the host's weights changed since attach, and streams alone do not hold them; use save_pretrained")
+        save_streams(Path(folder), self.streams.state_dict(), self.config)
+
+    # -- embeddings, status ---------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the host's token embeddings."""
+        return self.host.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the host's token embeddings."""
+        self.host.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the host's head."""
+        return self.host.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the host's head."""
+        self.host.set_output_embeddings(new_embeddings)
+
+    def get_decoder(self) -> nn.Module:
+        """Return the host's base model."""
+        return self.host.get_decoder()
+
+    def stream_status(self) -> dict[str, Any]:
+        """Return what is attached where: family, fingerprint, and for each stream its type, sites, parameters, step, gradients."""
+        streams = {
+            name: {
+                "type": stream.type_name,
+                "config": stream.to_config(),
+                "sites": [f"{site}:{layer}" if layer >= 0 else site for site, layer in stream.write_sites()],
+                "parameters": sum(p.numel() for p in stream.parameters()),
+                "trainable": all(p.requires_grad for p in stream.parameters()),
+                "step": int(stream.step),
+                "enabled": self.streams_enabled,
+            }
+            for name, stream in self.wires.streams.items()
+        }
+        return {
+            "host": {
+                "model_type": self.host.config.model_type,
+                "name": self.config.host_name,
+                "fingerprint": self.config.host_fingerprint,
+                "parameters": sum(p.numel() for p in self.host.parameters()),
+                "trainable": any(p.requires_grad for p in self.host.parameters()),
+                "positions": self.config.positions or {"scheme": "as the host"},
+            },
+            "streams": streams,
+            "hooks": len(self._hooks),
+        }
+
+
+def attach(
+    host: PreTrainedModel, streams: Stream | Mapping[str, Stream], *, positions: Positions | None = None
+) -> KeelForCausalLM:
+    """Put side streams beside a host.
+
+    With a stream's default ``init="identity"`` the first forward is bitwise the host's. The host is used in place, not copied,
+    and keeps its ``requires_grad``; see ``KeelForCausalLM.trainable``.
+
+    Args:
+        host: a causal language model of a supported family, unquantised, not wrapped.
+        streams: one stream (named by its type) or name -> stream.
+        positions: replace the host's position scheme (a baseline of its own), None to leave it.
+    Raises: KeelError naming what is not supported and why.
+    """
+    host_family(host)
+    named = {streams.type_name: streams} if isinstance(streams, Stream) else dict(streams)
+    if any(isinstance(module, Stream) for module in host.modules()):
+        raise KeelError("this host already has streams; detach() first, or give all streams in one attach")
+    config = KeelConfig(
+        text_config=host.config,
+        streams={name: stream.to_config() for name, stream in named.items()},
+        positions=None if positions is None else dict(vars(positions)),
+        host_name=host.name_or_path or "",
+        host_fingerprint=fingerprint(host),
+    )
+    reference = next(host.parameters())
+    model = KeelForCausalLM(config, host=host, streams=named)
+    model.streams.to(device=reference.device, dtype=reference.dtype)
+    model.train(host.training)
+    return model
+
+
+def load(folder: str | os.PathLike[str], backbone: PreTrainedModel | None = None) -> KeelForCausalLM:
+    """Load a whole checkpoint, or, given the ``backbone`` they were trained beside, streams that were saved alone.
+
+    Raises: KeelError when the folder holds something else, is damaged, of another version, or was made for another host.
+    """
+    path = Path(folder)
+    if backbone is None:
+        if is_streams_folder(path):
+            raise KeelError(f"{path} holds streams alone; give the host they belong to: keel.load(folder, backbone=host)")
+        return KeelForCausalLM.from_pretrained(path)
+    saved, weights = load_streams(path)
+    host_family(backbone)
+    found = fingerprint(backbone)
+    if found != saved["host_fingerprint"]:
+        raise KeelError(
+            f"{path}: made for host {saved['host_name'] or 'without a name'} with fingerprint {saved['host_fingerprint']}, but the "
+            f"backbone {backbone.name_or_path or 'given'} has {found}; load the same checkpoint as the backbone"
+        )
+    streams = {name: stream_from_config(fields, f"{path}: streams.{name}") for name, fields in saved["streams"].items()}
+    positions = None if saved["positions"] is None else build_config(Positions, saved["positions"], f"{path}: positions")
+    model = attach(backbone, streams, positions=positions)
+    own = model.streams.state_dict()
+    wrong = sorted(own.keys() ^ weights.keys()) or sorted(key for key in own if own[key].shape != weights[key].shape)
+    if wrong:
+        raise KeelError(f"{path}: the saved weights do not fit the streams' configuration: {', '.join(wrong[:3])}")
+    model.streams.load_state_dict(weights)
+    return model
+
+
+def _mark_initialized(host: nn.Module) -> None:
+    """Tell transformers that these weights are to be kept: building a model around them must not initialise them again."""
+    for module in host.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def _attended(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """Return the [B, T] bool mask of this pass's tokens, from a mask that may also cover the past."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2:
+        raise KeelError(
+            f"streams need a padding mask of shape [batch, tokens], got {list(attention_mask.shape)}; pass the 2-D mask, the host "
+            "makes its own causal one"
+        )
+    return attention_mask[:, -length:].bool()
+
+
+def _named_signals(results: Mapping[str, PassResult]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": signal for name, result in results.items() for key, signal in result.signals.items()}
+
+
+AutoConfig.register("keel", KeelConfig)
+AutoModelForCausalLM.register(KeelConfig, KeelForCausalLM)

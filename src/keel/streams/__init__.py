@@ -1,0 +1,38 @@
+"""Side streams: the contract (``base``) and one file a mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keel.errors import KeelError, build_config, suggest
+from keel.streams.base import PassInputs, PassResult, Stream, StreamLoss
+from keel.streams.structural import StructuralConfig, StructuralStream
+
+STREAMS: dict[str, type[Stream]] = {stream.type_name: stream for stream in (StructuralStream,)}
+
+
+def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Stream:
+    """Make an unbuilt stream from ``{"type": ..., field: value}``.
+
+    Raises: KeelError for an unknown type or field, naming the nearest valid one.
+    """
+    fields = dict(given)
+    kind = fields.pop("type", None)
+    if kind not in STREAMS:
+        raise KeelError(f"{where}: unknown stream type {kind!r}; {suggest(str(kind), STREAMS)}")
+    stream_class = STREAMS[kind]
+    config = build_config(stream_class.config_class, fields, where)
+    return stream_class(config)
+
+
+__all__ = [
+    "STREAMS",
+    "PassInputs",
+    "PassResult",
+    "Stream",
+    "StreamLoss",
+    "StructuralConfig",
+    "StructuralStream",
+    "stream_from_config",
+]

@@ -1,0 +1,191 @@
+"""The contract of a side stream: open a pass, write at named sites, close it.
+
+A stream module holds parameters and configuration only. Whatever lives during one forward pass is in its *flow*; whatever lives
+between passes is the *state* that ``close`` returns and the HF cache keeps (``keel.cache``).
+
+Shapes: B batch, T tokens of this pass, D hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from keel.hosts import HostShape
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassInputs:
+    """What a stream may read when a pass opens.
+
+    Attributes:
+        embeddings_BTD: token embeddings, as the host's embedding module gives them.
+        attended_BT: bool, False where a token is padding; None where nothing is padded.
+        document_starts_BT: bool, True where a packed document begins (a recurrent state restarts there); None for none.
+        input_ids_BT: token ids, None when the caller gave embeddings only.
+        keep_history: also return the state after every token, for an exact rollback.
+        collect_signals: also return per-token signals.
+    """
+
+    embeddings_BTD: Tensor
+    attended_BT: Tensor | None = None
+    document_starts_BT: Tensor | None = None
+    input_ids_BT: Tensor | None = None
+    keep_history: bool = False
+    collect_signals: bool = False
+
+
+class Flow:
+    """One stream's working memory during one forward pass. Subclasses add what their ``write`` needs."""
+
+    def replay(self) -> Flow:
+        """Return the flow under which a checkpointed layer is recomputed: the same tensors, and nothing is recorded twice."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLoss:
+    """One named auxiliary loss: a sum over attended tokens, to be divided by their number in the whole (accumulated) batch."""
+
+    token_sum: Tensor
+    weight: Tensor | float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult:
+    """What a stream leaves behind when a pass closes.
+
+    Attributes:
+        state: recurrent state after the last token, each [B, ...].
+        history: for every entry of ``state`` its value after each token, [B, T, ...]; empty unless asked for.
+        losses: named auxiliary losses.
+        signals: named [B, T] or [B, T, L] tensors; empty unless asked for.
+    """
+
+    state: State = field(default_factory=dict)
+    history: State = field(default_factory=dict)
+    losses: Mapping[str, StreamLoss] = field(default_factory=dict)
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Stream(nn.Module):
+    """Base of every side stream.
+
+    A stream is made from its configuration alone and gets its parameters in ``build``, when the host's sizes are known.
+    ``step`` is the training step that schedules follow; it is saved with the model.
+    """
+
+    type_name: ClassVar[str]
+    config_class: ClassVar[type]
+    config: Any
+    step: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def build(self, shape: HostShape) -> None:
+        """Create parameters and buffers for a host of this shape; called once, at attach."""
+        raise NotImplementedError
+
+    def init_weights(self) -> None:
+        """(Re)initialise every parameter and buffer (``step`` too) with ``transformers.initialization`` functions."""
+        raise NotImplementedError
+
+    def write_sites(self) -> list[tuple[str, int]]:
+        """Return the ``(site, layer)`` pairs that this stream writes at."""
+        raise NotImplementedError
+
+    def open(self, inputs: PassInputs, state: State) -> Flow:
+        """Begin a pass from the previous ``state`` (empty at a beginning)."""
+        raise NotImplementedError
+
+    def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
+        """Return what the host shall read at this site instead of ``hidden_BTD``."""
+        raise NotImplementedError
+
+    def close(self, flow: Flow) -> PassResult:
+        """End the pass."""
+        raise NotImplementedError
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the configuration as JSON-able values, with its type."""
+        return {"type": self.type_name, **dataclasses.asdict(self.config)}
+
+
+class Wires:
+    """What connects hooks in the host to the pass in progress.
+
+    Hooks are registered once and hold this plain object; during a forward pass it holds that pass's flows. A checkpointed layer
+    runs again in the backward pass, long after its forward: ``checkpoint_contexts`` captures the flows when the checkpoint is made
+    and installs them for the recomputation, so gradients are those of the same pass.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+        self.flows: dict[str, Flow] | None = None
+
+    @contextmanager
+    def carrying(self, flows: dict[str, Flow] | None) -> Iterator[None]:
+        """Hold ``flows`` while the body runs."""
+        before, self.flows = self.flows, flows
+        try:
+            yield
+        finally:
+            self.flows = before
+
+    def checkpoint_contexts(self) -> tuple[Any, Any]:
+        """The ``context_fn`` of non-reentrant checkpointing."""
+        flows = self.flows
+        again = None if flows is None else {name: flow.replay() for name, flow in flows.items()}
+        return self.carrying(flows), self.carrying(again)
+
+
+class SiteHook:
+    """A forward hook that lets the wired streams rewrite a module's first input or its (first) output.
+
+    It is an object and not a closure, so that a deep copy of the model gets hooks that point at the copy's own wires.
+    """
+
+    def __init__(self, wires: Wires, names: list[str], site: str, layer: int) -> None:
+        self.wires, self.names, self.site, self.layer = wires, names, site, layer
+
+    def rewrite(self, hidden_BTD: Tensor, flows: Mapping[str, Flow]) -> Tensor:
+        """Let each stream in turn write at this site."""
+        for name in self.names:
+            hidden_BTD = self.wires.streams[name].write(self.site, self.layer, hidden_BTD, flows[name])
+        return hidden_BTD
+
+
+class InputHook(SiteHook):
+    """Rewrites what the module reads: its first argument, or ``hidden_states`` where that is passed by name."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the rewritten arguments, or None where no pass is in progress."""
+        flows = self.wires.flows
+        if flows is None:
+            return None
+        if args:
+            return (self.rewrite(args[0], flows), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.rewrite(kwargs["hidden_states"], flows)}
+
+
+class OutputHook(SiteHook):
+    """Rewrites what the module gives: its output, or the first of a tuple."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the rewritten output, or None where no pass is in progress."""
+        flows = self.wires.flows
+        if flows is None:
+            return None
+        if isinstance(output, tuple):
+            return (self.rewrite(output[0], flows), *output[1:])
+        return self.rewrite(output, flows)

@@ -1,0 +1,310 @@
+"""The structural stream of S-Former: a recurrent path beside the host, injected as a gated bias.
+
+    g_t = cell(g_{t-1}, LN(x_t))                          Eq. 2, x_t the token embedding
+    alpha_t = sigmoid(W [g_t, LN(h_t)] / tau)             Eq. 6, right; tau is the gate temperature of App. B
+    h_biased = norm(h_t + alpha_t g_t)                    Eq. 6, left: the block's own norm; the residual stream is untouched
+    loss = L_LM - lambda E[alpha (1 - alpha)]             Eq. 8
+
+``reference_states`` and ``reference_bias`` are the specification: loops written from these formulas.
+
+Shapes: B batch, T tokens, D hidden size (also the state's), G recurrences (1 when shared, else one a layer), S sites, C gate
+channels (1 or D).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from keel.errors import KeelError, suggest
+from keel.hosts import HostShape
+from keel.ops.gru import gru
+from keel.ops.padding import run_padded
+from keel.ops.scan import linear_scan
+from keel.streams.base import Flow, PassInputs, PassResult, State, Stream, StreamLoss
+
+_NORM_SITES = {"attention": "attention_norm_input", "mlp": "mlp_norm_input"}
+_CHOICES = {
+    "inject": ("bias",),
+    "cell": ("gru", "scan"),
+    "share": ("model", "layer"),
+    "gate": ("scalar", "channel"),
+    "init": ("identity", "paper"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuralConfig:
+    """Configuration of a structural stream.
+
+    Attributes:
+        inject: how the state enters the host; ``bias`` is Eq. 6.
+        cell: ``gru`` is Eq. 2; ``scan`` a gated linear recurrence, parallel over time (the paper's future work).
+        share: ``model`` has one recurrence that all layers read, ``layer`` one a layer (App. A.5).
+        gate: ``scalar`` is one alpha a token and site, ``channel`` one a channel.
+        layers: layers that are written to; None for all.
+        norm_sites: which norms' inputs are written to: ``attention``, ``mlp`` or both.
+        init: ``identity`` adds a per-channel scale that starts at zero, so attaching changes nothing; ``paper`` has no scale.
+        confidence_penalty: lambda of Eq. 8, >= 0; 0 leaves the term out.
+        temperature: gate temperature (first, last, steps between them), linear in the training step; App. B has (4, 2, 4000).
+        gate_warmup_steps: training steps over which alpha is scaled from 0 to 1; 0 for none.
+    """
+
+    inject: Literal["bias"] = "bias"
+    cell: Literal["gru", "scan"] = "gru"
+    share: Literal["model", "layer"] = "model"
+    gate: Literal["scalar", "channel"] = "scalar"
+    layers: tuple[int, ...] | None = None
+    norm_sites: tuple[str, ...] = ("attention", "mlp")
+    init: Literal["identity", "paper"] = "identity"
+    confidence_penalty: float = 0.0
+    temperature: tuple[float, float, int] = (1.0, 1.0, 0)
+    gate_warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise KeelError(f"structural stream: {name}={getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}")
+        unknown = [site for site in self.norm_sites if site not in _NORM_SITES]
+        if unknown or not self.norm_sites:
+            raise KeelError(f"structural stream: norm_sites={self.norm_sites!r}; {suggest(str(unknown[:1]), _NORM_SITES)}")
+        if self.confidence_penalty < 0 or self.gate_warmup_steps < 0:
+            raise KeelError("structural stream: confidence_penalty and gate_warmup_steps are >= 0")
+        if len(self.temperature) != 3 or min(self.temperature[:2]) <= 0 or self.temperature[2] < 0:
+            raise KeelError(f"structural stream: temperature={self.temperature!r}; give (first > 0, last > 0, steps >= 0)")
+
+
+class StructuralFlow(Flow):
+    """Working memory of one pass: the states, the part of the gate that depends on them, and the gates as they are computed."""
+
+    def __init__(self, inputs: PassInputs, states_GBTD: Tensor, final_GBD: Tensor) -> None:
+        self.inputs = inputs
+        self.states_GBTD = states_GBTD
+        self.final_GBD = final_GBD
+        self.gate_from_state_GBTS: Tensor | None = None
+        self.gate_hidden_SCD: Tensor | None = None
+        self.gate_scale: Tensor | None = None
+        self.alphas: dict[int, Tensor] = {}
+
+    def replay(self) -> StructuralFlow:
+        """See ``Flow.replay``."""
+        again = copy.copy(self)
+        again.alphas = {}
+        return again
+
+
+class StructuralStream(Stream):
+    """S-Former's structural stream with bias injection (Eqs. 2, 6, 8).
+
+    ``StructuralStream(inject="bias", cell="gru")`` describes it; ``keel.attach`` builds it for a host.
+
+    State while decoding: ``g`` [B, G, D]. Signals: ``gate`` [B, T, S], alpha by site in the order of ``write_sites``
+    (the mean over channels where ``gate="channel"``). Losses: ``confidence`` (Eq. 8) when its weight is not zero.
+    Reference twins: ``reference_states``, ``reference_bias``.
+    """
+
+    type_name = "structural"
+    config_class = StructuralConfig
+
+    def __init__(self, config: StructuralConfig | None = None, **fields: Any) -> None:
+        super().__init__()
+        self.config: StructuralConfig = config if config is not None else _config_from(fields)
+
+    def build(self, shape: HostShape) -> None:
+        """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist."""
+        layers = tuple(range(shape.num_layers)) if self.config.layers is None else self.config.layers
+        absent = [layer for layer in layers if not 0 <= layer < shape.num_layers]
+        if absent or not layers:
+            raise KeelError(f"structural stream: layers={layers}, but the host has layers 0 to {shape.num_layers - 1}")
+        self.site_index = {
+            pair: index
+            for index, pair in enumerate((_NORM_SITES[site], layer) for layer in layers for site in self.config.norm_sites)
+        }
+        shared = self.config.share == "model"
+        self.group_of = {layer: 0 if shared else index for index, layer in enumerate(layers)}
+        groups, sites, width = 1 if shared else len(layers), len(self.site_index), shape.hidden_size
+        channels = 1 if self.config.gate == "scalar" else width
+        rows = 3 if self.config.cell == "gru" else 2
+        self.norm = nn.LayerNorm(width)
+        self.weight_input = nn.Parameter(torch.empty(groups, rows * width, width))
+        self.bias_input = nn.Parameter(torch.empty(groups, rows * width))
+        if self.config.cell == "gru":
+            self.weight_state = nn.Parameter(torch.empty(groups, rows * width, width))
+            self.bias_state = nn.Parameter(torch.empty(groups, rows * width))
+        self.gate_state = nn.Parameter(torch.empty(sites, channels, width))
+        self.gate_hidden = nn.Parameter(torch.empty(sites, channels, width))
+        self.gate_bias = nn.Parameter(torch.empty(sites, channels))
+        if self.config.init == "identity":
+            self.scale = nn.Parameter(torch.empty(sites, width))
+
+    def init_weights(self) -> None:
+        """See ``Stream.init_weights``: GRU and gate as PyTorch initialises theirs; the scan's time scales span 1 to 256 tokens."""
+        width = self.gate_state.shape[-1]
+        init.ones_(self.norm.weight)
+        init.zeros_(self.norm.bias)
+        for name in ("weight_input", "bias_input", "weight_state", "bias_state"):
+            if hasattr(self, name):
+                init.uniform_(getattr(self, name), -(width**-0.5), width**-0.5)
+        if self.config.cell == "scan":
+            # sigmoid(bias) = 1 / time scale: from a channel that only sees the present to one that averages 256 tokens.
+            time_scales = torch.logspace(0.5, 8, width, base=2.0)
+            rates = -torch.log(time_scales - 1)
+            init.copy_(self.bias_input, torch.cat([rates, torch.zeros(width)]).expand_as(self.bias_input))
+        for parameter in (self.gate_state, self.gate_hidden):
+            init.uniform_(parameter, -((2 * width) ** -0.5), (2 * width) ** -0.5)
+        init.zeros_(self.gate_bias)
+        if self.config.init == "identity":
+            init.zeros_(self.scale)
+        init.zeros_(self.step)
+
+    def write_sites(self) -> list[tuple[str, int]]:
+        """See ``Stream.write_sites``."""
+        return list(self.site_index)
+
+    def temperature(self) -> Tensor | float:
+        """Return the gate temperature at the current training step."""
+        first, last, steps = self.config.temperature
+        if steps == 0 or first == last:
+            return last
+        return first + (last - first) * (self.step / steps).clamp(max=1.0)
+
+    def open(self, inputs: PassInputs, state: State) -> StructuralFlow:
+        """Run the recurrence over the pass (Eq. 2) and the part of every gate that depends on it alone."""
+        normed_BTD = self.norm(inputs.embeddings_BTD.to(self.norm.weight.dtype))
+        previous = state.get("g")
+        previous_GBD = None if previous is None else previous.transpose(0, 1)
+        states_GBTD, final_GBD = run_padded(
+            self._recurrence, normed_BTD, inputs.attended_BT, previous_GBD, inputs.document_starts_BT
+        )
+        flow = StructuralFlow(inputs, states_GBTD.to(inputs.embeddings_BTD.dtype), final_GBD)
+        temperature = self.temperature()
+        flow.gate_hidden_SCD = self.gate_hidden / temperature
+        if self.config.gate == "scalar":
+            flow.gate_from_state_GBTS = F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0]) / temperature
+        if self.config.gate_warmup_steps:
+            flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
+        return flow
+
+    def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
+        """Return ``h + alpha g`` (Eq. 6, before the block's own norm)."""
+        assert isinstance(flow, StructuralFlow) and flow.gate_hidden_SCD is not None
+        index, group = self.site_index[site, layer], self.group_of[layer]
+        state_BTD = flow.states_GBTD[group]
+        normed_BTD = F.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
+        if flow.gate_from_state_GBTS is not None:
+            from_state = flow.gate_from_state_GBTS[group, ..., index : index + 1]
+        else:
+            from_state = F.linear(state_BTD, self.gate_state[index], self.gate_bias[index]) / self.temperature()
+        alpha_BTC = torch.sigmoid(F.linear(normed_BTD, flow.gate_hidden_SCD[index]) + from_state)
+        flow.alphas[index] = alpha_BTC
+        if flow.gate_scale is not None:
+            alpha_BTC = alpha_BTC * flow.gate_scale
+        if self.config.init == "identity":
+            state_BTD = state_BTD * self.scale[index]
+        return torch.addcmul(hidden_BTD, alpha_BTC, state_BTD).to(hidden_BTD.dtype)
+
+    def close(self, flow: Flow) -> PassResult:
+        """Return state, history, the confidence penalty (Eq. 8) and the gates."""
+        assert isinstance(flow, StructuralFlow)
+        inputs = flow.inputs
+        alphas = [flow.alphas[index] for index in sorted(flow.alphas)]
+        losses = {}
+        if self.config.confidence_penalty and alphas:
+            spread_BT = sum((alpha * (1 - alpha)).float().mean(-1) for alpha in alphas) / len(alphas)
+            if inputs.attended_BT is not None:
+                spread_BT = spread_BT * inputs.attended_BT
+            losses["confidence"] = StreamLoss(token_sum=-spread_BT.sum(), weight=self.config.confidence_penalty)
+        return PassResult(
+            state={"g": flow.final_GBD.transpose(0, 1)},
+            history={"g": flow.states_GBTD.permute(1, 2, 0, 3)} if inputs.keep_history else {},
+            losses=losses,
+            signals={"gate": torch.cat([a.mean(-1, keepdim=True) for a in alphas], -1)} if inputs.collect_signals else {},
+        )
+
+    def _recurrence(
+        self, inputs_BTD: Tensor, state_GBD: Tensor | None, document_starts_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.config.cell == "gru":
+            return gru(
+                inputs_BTD, self.weight_input, self.weight_state, self.bias_input, self.bias_state, state_GBD, document_starts_BT
+            )
+        rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
+        decay_GBTD = 1 - rate_GBTD
+        if document_starts_BT is not None:
+            decay_GBTD = decay_GBTD.masked_fill(document_starts_BT[None, ..., None], 0.0)
+        return linear_scan(decay_GBTD, rate_GBTD * candidate_GBTD, state_GBD)
+
+    def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        projected = torch.einsum("...td,grd->g...tr", inputs_BTD, self.weight_input) + self.bias_input[:, None, None]
+        rate_GBTD, candidate_GBTD = projected.chunk(2, -1)
+        return torch.sigmoid(rate_GBTD), torch.tanh(candidate_GBTD)
+
+
+def reference_states(
+    stream: StructuralStream,
+    embeddings_BTD: Tensor,
+    attended_BT: Tensor | None = None,
+    document_starts_BT: Tensor | None = None,
+    state_BGD: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of Eq. 2 token by token, frozen where there is padding: the oracle of ``StructuralStream.open``.
+
+    Returns: [G, B, T, D].
+    """
+    batch, length, width = embeddings_BTD.shape
+    groups = stream.weight_input.shape[0]
+    rows = []
+    for group in range(groups):
+        g_BD = embeddings_BTD.new_zeros(batch, width) if state_BGD is None else state_BGD[:, group]
+        outputs = []
+        for t in range(length):
+            before_BD = g_BD
+            if document_starts_BT is not None:
+                before_BD = torch.where(document_starts_BT[:, t, None], torch.zeros_like(g_BD), g_BD)
+            after_BD = _reference_step(stream, group, stream.norm(embeddings_BTD[:, t]), before_BD)
+            g_BD = after_BD if attended_BT is None else torch.where(attended_BT[:, t, None], after_BD, g_BD)
+            outputs.append(g_BD)
+        rows.append(torch.stack(outputs, 1))
+    return torch.stack(rows)
+
+
+def _reference_step(stream: StructuralStream, group: int, x_BD: Tensor, g_BD: Tensor) -> Tensor:
+    projected = x_BD @ stream.weight_input[group].T + stream.bias_input[group]
+    if stream.config.cell == "scan":
+        rate, candidate = projected.chunk(2, -1)
+        return (1 - torch.sigmoid(rate)) * g_BD + torch.sigmoid(rate) * torch.tanh(candidate)
+    reset_x, update_x, new_x = projected.chunk(3, -1)
+    reset_g, update_g, new_g = (g_BD @ stream.weight_state[group].T + stream.bias_state[group]).chunk(3, -1)
+    update = torch.sigmoid(update_x + update_g)
+    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_g) * new_g)
+    return (1 - update) * new + update * g_BD
+
+
+def reference_bias(stream: StructuralStream, site: str, layer: int, hidden_BTD: Tensor, states_GBTD: Tensor) -> Tensor:
+    """Eq. 6 written out, with the concatenation [g, LN(h)]: the oracle of ``StructuralStream.write``."""
+    index = stream.site_index[site, layer]
+    g_BTD = states_GBTD[stream.group_of[layer]]
+    weight_CE = torch.cat([stream.gate_state[index], stream.gate_hidden[index]], -1)
+    mean = hidden_BTD.mean(-1, keepdim=True)
+    variance = hidden_BTD.var(-1, keepdim=True, unbiased=False)
+    both_BTE = torch.cat([g_BTD, (hidden_BTD - mean) / torch.sqrt(variance + 1e-5)], -1)
+    alpha_BTC = torch.sigmoid((both_BTE @ weight_CE.T + stream.gate_bias[index]) / stream.temperature())
+    if stream.config.gate_warmup_steps:
+        alpha_BTC = alpha_BTC * min(1.0, stream.step.item() / stream.config.gate_warmup_steps)
+    scale_D = stream.scale[index] if stream.config.init == "identity" else 1.0
+    return hidden_BTD + alpha_BTC * g_BTD * scale_D
+
+
+def _config_from(fields: dict[str, Any]) -> StructuralConfig:
+    names: Sequence[str] = [name for name in StructuralConfig.__dataclass_fields__]
+    for name in fields:
+        if name not in names:
+            raise KeelError(f"StructuralStream: unknown option {name!r}; {suggest(name, names)}")
+    return StructuralConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
