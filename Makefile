@@ -28,8 +28,9 @@ demo: $(VENV)/.installed  ## train and compare the demo's arms on real text, wri
 test: $(VENV)/.installed-dev  ## run all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff: rules and format of imports
+lint: $(VENV)/.installed-dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev  ## mypy over src/keel
 	@$(BIN)/mypy
@@ -37,8 +38,9 @@ types: $(VENV)/.installed-dev  ## mypy over src/keel
 docs-coverage: $(VENV)/.installed-dev  ## every public module, class and function has a docstring
 	@$(BIN)/interrogate --quiet src/keel && echo "docs coverage: every public name is documented"
 
-format: $(VENV)/.installed-dev  ## sort imports and apply the safe fixes
-	@$(BIN)/ruff check --fix .
+format: $(VENV)/.installed-dev  ## apply ruff's safe fixes and its formatting
+	@$(BIN)/ruff check --fix --exit-zero --quiet .
+	@$(BIN)/ruff format .
 
 clean:  ## remove the environment, caches, builds and runs
 	rm -rf $(VENV) $(RUNS) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Build hook: a wheel carries the recipes as ``keel/recipes``; an editable install reads them from the checkout instead."""
+"""Build hook: a wheel carries the recipes as ``keel/recipes``; an editable install reads them from the checkout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class RecipesHook(BuildHookInterface[Any]):
     """Add ``recipes/`` to standard wheels only, so that an editable install never leaves a stale copy behind."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Map the folder into the package; called by hatchling once a build, with ``version`` "standard" or "editable"."""
+        """Map the folder into the package; hatchling calls it once a build, ``version`` is "standard" or "editable"."""
         if self.target_name == "wheel" and version == "standard":
             build_data["force_include"]["recipes"] = "keel/recipes"
