@@ -137,7 +137,7 @@ def test_the_first_screen_has_both_commands_and_a_tested_snippet_with_its_output
 
 
 def test_every_block_is_closed_and_every_mark_is_used(readme: str, blocks: list[Block]) -> None:
-    """A mark that does not stand right above a block, or a fence that the pattern misses, would silently test nothing."""
+    """A mark that stands right above no block, or a fence that the pattern misses, would silently test nothing."""
     assert len(re.findall(r"^```", readme, re.M)) == 2 * len(blocks)
     assert len(re.findall(r"<!-- *(?:test|output) *-->", readme)) == sum(bool(block.mark) for block in blocks)
     assert all(block.language == "python" for block in blocks if block.mark == "test")
