@@ -179,6 +179,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         Returns: KeelOutput; ``loss`` is the host's plus every auxiliary loss.
         Raises: KeelError for a mask or a cache with which the streams could not be exact.
         """
+        kwargs.pop("return_dict", None)
         if num_items_in_batch is not None and labels is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
         call = functools.partial(
@@ -434,6 +435,8 @@ def attach(
         positions=None if positions is None else dict(vars(positions)),
         host_name=host.name_or_path or "",
         host_fingerprint=fingerprint(host),
+        # A configuration sets its parts' attention; without this the host would forget which one it was loaded with.
+        attn_implementation=host.config._attn_implementation,
     )
     reference = next(host.parameters())
     model = KeelForCausalLM(config, host=host, streams=named)
