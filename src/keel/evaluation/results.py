@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -28,7 +28,7 @@ from pydantic import (
 
 from keel.errors import KeelError, suggest
 
-SCHEMA = "keel.results/1"
+SCHEMA: Final = "keel.results/1"
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
 
 

@@ -7,8 +7,9 @@ is a row of counts and all resamples together are one matrix product. Documents 
 same for every seed, every length and every arm; seeds are drawn with replacement beside them. What is reported is the
 mean over seeds of the metric of each seed.
 
-The variance between S seeds comes out (S − 1)/S of its size, and a handful of documents gives intervals that are too narrow
-as well (percentile bootstrap; Efron and Tibshirani 1993, chapter 13). Read the intervals of three seeds with that in mind.
+The variance between S seeds comes out (S − 1)/S of its size, and a handful of documents gives intervals that are too
+narrow as well (percentile bootstrap; Efron and Tibshirani 1993, chapter 13). Read intervals of three seeds with that in
+mind.
 """
 
 from __future__ import annotations
