@@ -1,0 +1,21 @@
+"""Data: corpora, tokenizers, token streams, and windows on them."""
+
+from keel.data.corpora import Corpus, CorpusConfig, Document, load_corpus
+from keel.data.tokenizers import load_tokenizer, train_bpe
+from keel.data.tokens import TokenCorpus, TokenStream, tokenize_corpus
+from keel.data.windows import Segment, SlidingWindows, evaluation_segments
+
+__all__ = [
+    "Corpus",
+    "CorpusConfig",
+    "Document",
+    "Segment",
+    "SlidingWindows",
+    "TokenCorpus",
+    "TokenStream",
+    "evaluation_segments",
+    "load_corpus",
+    "load_tokenizer",
+    "tokenize_corpus",
+    "train_bpe",
+]

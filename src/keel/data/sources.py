@@ -1,0 +1,277 @@
+"""Where documents come from: files and folders, datasets of the Hub, the standard library of the running Python."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keel.errors import KeelError, suggest
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+SPLITS = ("train", "valid", "test")
+
+# `train`, `test.txt`, `valid-00000-of-00003.jsonl.gz`, but not `test_model.py`: a folder of code must not look like splits.
+_SPLIT_NAME = re.compile(r"(train|valid|validation|test)([-_.]?\d+(-of-\d+)?)?(\.(txt|md|jsonl|parquet))?(\.gz)?")
+# The one level-1 heading of a WikiText article: ` = Title = `, where sections have ` = = Title = = `.
+_WIKITEXT_ARTICLE = re.compile(r" = (?!=)[^\n]*(?<!=) = \n?")
+# Tests and other people's packages are not the library; `encodings` holds 120 generated tables that are nearly equal,
+# so that a table in the test split would have a twin in the training split; `_sysconfigdata*` differs by machine.
+_STDLIB_EXCLUDED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "__pycache__",
+    "encodings",
+}
+
+
+class Document(NamedTuple):
+    """One text with the name by which messages and results refer to it."""
+
+    name: str
+    text: str
+
+
+Splits = dict[str, list[Document]]
+
+
+class Reader(NamedTuple):
+    """How bytes become documents: the field of a jsonl or parquet row, and the encoding of text."""
+
+    text_field: str
+    encoding: str
+
+    def read_path(self, path: Path) -> Splits:
+        """Read a file or a folder; a folder with splits of its own (see ``find_splits``) keeps them.
+
+        Raises: KeelError where the path is missing, of an unknown kind, unreadable, binary, or in another encoding.
+        """
+        if path.is_file():
+            return {"train": self.read_file(path, path.name)}
+        if not path.is_dir():
+            raise KeelError(f"corpus {path} does not exist; give a file, a folder, data:NAME, hub:DATASET or stdlib")
+        entries = find_splits(path)
+        if not entries:
+            return {"train": self._read_tree(path, path)}
+        return {
+            split: [document for entry in paths for document in self._read_tree(entry, path)]
+            for split, paths in entries.items()
+        }
+
+    def _read_tree(self, path: Path, root: Path) -> list[Document]:
+        files = [path] if path.is_file() else _walk(path)
+        usable = [file for file in files if _kind(file) in SUFFIXES]
+        if not usable:
+            found = sorted({_kind(file) or "no suffix" for file in files})
+            raise KeelError(
+                f"folder {path} has no file that can be read (found: {', '.join(found) or 'nothing'}); "
+                f"expected {', '.join(SUFFIXES)}, each also as .gz"
+            )
+        return [document for file in usable for document in self.read_file(file, file.relative_to(root).as_posix())]
+
+    def read_file(self, path: Path, name: str) -> list[Document]:
+        """Read one file: a document, or for jsonl and parquet a document a row, named ``name:row`` from 1.
+
+        Raises: KeelError naming the file, and the byte offset or row at fault.
+        """
+        kind = _kind(path)
+        if kind not in SUFFIXES:
+            raise KeelError(
+                f"file {path}: unknown suffix {kind!r}; expected {', '.join(SUFFIXES)}, each also with .gz after it"
+            )
+        data = _read_bytes(path)
+        if not data:
+            return [Document(name, "")]
+        if kind == ".parquet":
+            return self._parquet(data, path, name)
+        text = self._decode(data, path)
+        return self._jsonl(text, path, name) if kind == ".jsonl" else [Document(name, text)]
+
+    def _decode(self, data: bytes, path: Path) -> str:
+        try:
+            text = data.decode(self.encoding)
+        except UnicodeDecodeError as error:
+            if b"\0" in data:
+                raise _binary(path, data.index(b"\0")) from error
+            raise KeelError(
+                f"file {path} is not {self.encoding}: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
+                "convert the file or set `encoding` (old books are often latin-1)"
+            ) from error
+        if "\0" in text:
+            raise _binary(path, len(text[: text.index("\0")].encode(self.encoding)))
+        return text
+
+    def _jsonl(self, text: str, path: Path, name: str) -> list[Document]:
+        documents = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise KeelError(
+                        f"file {path}, line {number}: not JSON ({error}); expected one object a line"
+                    ) from error
+                documents.append(Document(f"{name}:{number}", self._field(row, f"file {path}, line {number}")))
+        return documents
+
+    def _parquet(self, data: bytes, path: Path, name: str) -> list[Document]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+            check_field(self.text_field, file.schema_arrow.names, f"file {path}")
+            values = file.read(columns=[self.text_field]).column(0).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise KeelError(f"file {path} is not readable parquet ({_first_line(error)}); write it again") from error
+        return rows_to_documents(values, name)
+
+    def _field(self, row: Any, where: str) -> str:
+        if not isinstance(row, dict):
+            raise KeelError(
+                f"{where}: expected a JSON object with the field {self.text_field!r}, found {type(row).__name__}"
+            )
+        check_field(self.text_field, row, where)
+        return _as_text(row[self.text_field], f"{where}, field {self.text_field!r}")
+
+
+def find_splits(folder: Path) -> dict[str, list[Path]]:
+    """Return the entries of ``folder`` that are named as splits, or nothing where it has no splits of its own.
+
+    Splits are subfolders ``train``, ``valid``, ``test`` or data files such as ``train-00000-of-00003.jsonl.gz``; a
+    folder has them when there is a ``train`` and at least one other. What lies beside them is then not read.
+    """
+    entries: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        match = _SPLIT_NAME.fullmatch(path.name)
+        if match and (path.is_dir() or _kind(path) in SUFFIXES):
+            entries.setdefault(match[1].removesuffix("ation"), []).append(path)
+    return entries if "train" in entries and len(entries) > 1 else {}
+
+
+def read_hub(name: str, text_field: str) -> Splits:
+    """Read ``dataset`` or ``dataset:config`` from the Hugging Face Hub, a document a row.
+
+    WikiText has a line a row: its rows are joined to whole articles.
+    Raises: KeelError where the dataset cannot be had, has no training split, or lacks ``text_field``.
+    """
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        found = datasets.load_dataset(path, config or None)
+    except Exception as error:
+        raise KeelError(
+            f"hub:{name} cannot be loaded ({_first_line(error)}); check the name and the connection"
+        ) from error
+    splits: Splits = {}
+    for split, rows in found.items():
+        kind = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}.get(
+            str(split)
+        )
+        if kind:
+            check_field(text_field, rows.column_names, f"hub:{name}")
+            documents = rows_to_documents(rows[text_field], str(split))
+            splits[kind] = join_wikitext(documents) if path.endswith("wikitext") else documents
+    if "train" not in splits:
+        raise KeelError(
+            f"hub:{name} has no train split (found: {', '.join(map(str, found))}); choose another configuration"
+        )
+    return splits
+
+
+def join_wikitext(lines: Iterable[Document]) -> list[Document]:
+    """Join WikiText's rows, a line each, to one document an article; lines before the first heading are their own."""
+    articles: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if _WIKITEXT_ARTICLE.fullmatch(line.text) or not articles:
+            articles.append((line.name, []))
+        articles[-1][1].append(line.text)
+    return [Document(name, "".join(text)) for name, text in articles]
+
+
+def read_stdlib() -> list[Document]:
+    """Read the ``*.py`` files of the running Python's standard library, sorted by path.
+
+    Left out: site-packages, tests, idlelib, the generated tables of ``encodings`` and ``_sysconfigdata*``.
+    Raises: KeelError on an installation without library sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    reader = Reader("text", "utf-8")
+    documents = []
+    for file in _walk(root):
+        parts = file.relative_to(root).parts
+        if (
+            file.suffix == ".py"
+            and not _STDLIB_EXCLUDED.intersection(parts)
+            and not file.name.startswith("_sysconfigdata")
+        ):
+            documents += reader.read_file(file, "/".join(parts))
+    if not documents:
+        raise KeelError(f"this Python has no library sources under {root}; give a file or folder as the corpus")
+    return documents
+
+
+def rows_to_documents(values: Iterable[Any], name: str) -> list[Document]:
+    """Return a document a row, named ``name:row`` from 1; a missing value (None) becomes an empty text."""
+    return [
+        Document(f"{name}:{row}", "" if value is None else _as_text(value, f"{name}, row {row}"))
+        for row, value in enumerate(values, start=1)
+    ]
+
+
+def check_field(field: str, fields: Iterable[str], where: str) -> None:
+    """Raise a KeelError that names the nearest field where ``field`` is not one of ``fields``."""
+    names = [str(name) for name in fields]
+    if field not in names:
+        raise KeelError(f"{where}: no field {field!r}; set `text_field`: {suggest(field, names)}")
+
+
+def _as_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise KeelError(f"{where}: expected text, found {type(value).__name__}; set `text_field` to a field of text")
+    return value
+
+
+def _kind(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Return all files below ``folder``, sorted, without hidden ones and ``__pycache__``."""
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(files, key=lambda file: file.relative_to(folder).parts)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise KeelError(f"file {path} is not a whole gzip file ({error}); copy or compress it again") from error
+    except OSError as error:
+        raise KeelError(f"file {path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def _binary(path: Path, offset: int) -> KeelError:
+    return KeelError(
+        f"file {path} is binary: a NUL byte at byte offset {offset}; expected text, remove it from the corpus"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

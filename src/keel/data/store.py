@@ -1,0 +1,98 @@
+"""The cache on disk: arrays and small files written whole or not at all, and checked by sha256 when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from keel.errors import KeelError
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
+    """Return ``cache_dir``, or the folder named by the environment variable KEEL_CACHE, or ``~/.cache/keel``."""
+    return Path(cache_dir or os.environ.get("KEEL_CACHE") or "~/.cache/keel").expanduser()
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> str:
+    """Let ``write`` fill a temporary file, flush it to disk and move it to ``path``; a crash leaves no half file.
+
+    Returns: sha256 of the file's bytes, in hexadecimal.
+    Raises: KeelError where the folder cannot be written or the disk is full; nothing is left behind.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise _cannot_write(path, error) from error
+        raise
+    return digest
+
+
+def _cannot_write(path: Path, error: OSError) -> KeelError:
+    return KeelError(
+        f"cannot write the cache file {path}: {error.strerror or error}; make room, or name another folder in KEEL_CACHE"
+    )
+
+
+def save_arrays(folder: Path, key: str, arrays: Mapping[str, Array]) -> None:
+    """Write every array to ``folder/key.<name>.npy`` and, last, ``folder/key.json`` with their checksums."""
+    checksums = {name: write_atomic(_array_path(folder, key, name), _saver(array)) for name, array in arrays.items()}
+    manifest = json.dumps({"sha256": checksums}, indent=1).encode()
+    write_atomic(folder / f"{key}.json", lambda file: file.write(manifest))
+
+
+def load_arrays(folder: Path, key: str, names: tuple[str, ...]) -> dict[str, Array] | None:
+    """Return the arrays of ``key``, memory-mapped read-only, or None where one is missing or fails its checksum."""
+    manifest = folder / f"{key}.json"
+    if not manifest.is_file():
+        return None
+    try:
+        checksums = json.loads(manifest.read_bytes())["sha256"]
+        return {name: _load_checked(_array_path(folder, key, name), checksums[name]) for name in names}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("cache entry %s is damaged (%s); building it again", manifest, error)
+        return None
+
+
+def _array_path(folder: Path, key: str, name: str) -> Path:
+    return folder / f"{key}.{name}.npy"
+
+
+def _saver(array: Array) -> Callable[[BinaryIO], object]:
+    return lambda file: np.save(file, array, allow_pickle=False)
+
+
+def _load_checked(path: Path, checksum: str) -> Array:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != checksum:
+        raise ValueError(f"{path.name} has sha256 {found[:12]}…, expected {checksum[:12]}…")
+    array: Array = np.load(path, allow_pickle=False, mmap_mode="r")
+    return array
