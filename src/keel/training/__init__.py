@@ -1,0 +1,23 @@
+"""Training: recipes, the trainer of a phase, and the phases of an arm."""
+
+from keel.training.phases import TrainingReport, read_training_report, train
+from keel.training.recipe import Arm, Phase, Recipe, find_recipe, list_recipes, load_recipe, parse_recipe, recipe_scales
+from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, smoothing_sum
+
+__all__ = [
+    "Arm",
+    "Phase",
+    "PhaseRecord",
+    "PhaseSettings",
+    "PhaseTrainer",
+    "Recipe",
+    "TrainingReport",
+    "find_recipe",
+    "list_recipes",
+    "load_recipe",
+    "parse_recipe",
+    "read_training_report",
+    "recipe_scales",
+    "smoothing_sum",
+    "train",
+]

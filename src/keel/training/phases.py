@@ -1,0 +1,196 @@
+"""Train one arm with one seed: its phases in order, a trainer each, then the finished model and what training measured.
+
+    FOLDER/checkpoints/0-train/checkpoint-100/    while it runs; removed when it is done
+    FOLDER/logs/                                  TensorBoard
+    FOLDER/model/                                 the finished model with its tokenizer
+    FOLDER/training.json                          a ``TrainingReport``; it is written last, so that its presence means done
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import Dataset, Subset
+
+from keel.data import SlidingWindows, TokenCorpus, TokenStream
+from keel.errors import KeelError
+from keel.model import KeelForCausalLM
+from keel.storage import write_atomically
+from keel.training.checkpoints import flush_folder, one_line_on_full_disk
+from keel.training.recipe import Phase
+from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
+
+VALIDATION_WINDOWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingReport:
+    """What training one arm with one seed measured.
+
+    Attributes:
+        params_total, params_trainable: parameters, tied ones once; trainable in the last phase.
+        tokens_per_s: training tokens a second inside training steps, over all processes.
+        peak_memory_bytes: see ``PhaseRecord``.
+        curve: points of {"tokens", "nll"}: training tokens so far over all phases, validation loss in nats a token.
+        log: for every phase its points of loss, named losses, learning rate and gradient norm.
+        seconds: spent inside training steps.
+        threads, processes, device: how it ran; on CPU the bits of the weights depend on the first two.
+    """
+
+    arm: str
+    seed: int
+    params_total: int
+    params_trainable: int
+    tokens_per_s: float
+    peak_memory_bytes: int
+    curve: list[dict[str, float]]
+    log: dict[str, list[dict[str, float]]]
+    seconds: float
+    threads: int
+    processes: int
+    device: str
+
+
+def train(
+    model: KeelForCausalLM,
+    tokens: TokenCorpus,
+    phases: Sequence[Phase],
+    *,
+    arm: str,
+    seed: int,
+    folder: Path,
+    device: str | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train ``model`` through ``phases`` and leave model and report in ``folder``.
+
+    Runs as it is in one process or as one of several under torchrun (DDP, or FSDP2 as accelerate is configured).
+
+    Args:
+        model: untrained, made from ``seed``; trained in place (under FSDP it ends sharded: read it from the folder).
+        resume: go on from the newest whole checkpoint of an earlier call with the same arguments; on CPU with the same number of
+            threads the weights end bitwise as if it had never stopped.
+        device: ``cpu``, or None for the fastest there is.
+        progress: called on the first process with what just happened.
+    Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than the text.
+    """
+    first_step, records = 0, []
+    for index, phase in enumerate(phases):
+        settings = PhaseSettings(
+            phase=phase,
+            arm=arm,
+            seed=seed,
+            folder=folder / "checkpoints" / f"{index}-{phase.name}",
+            logs=folder / "logs" / phase.name,
+            first_step=first_step,
+            device=device,
+            progress=progress,
+        )
+        if not resume and settings.folder.exists() and _rank() == 0:
+            shutil.rmtree(settings.folder)
+        model.trainable(phase.trainable)
+        trainer = PhaseTrainer(model, *_windows(tokens, phase), settings)
+        records.append(trainer.run(resume=resume))
+        first_step += phase.steps
+    model.set_step(first_step)
+    report = _report(arm, seed, phases, records, trainer)
+    with one_line_on_full_disk(f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"):
+        save_model(trainer.model, tokens, folder / "model")
+        if _rank() == 0:
+            write_json(folder / "training.json", dataclasses.asdict(report))
+            shutil.rmtree(folder / "checkpoints")
+    return report
+
+
+def read_training_report(folder: Path) -> TrainingReport | None:
+    """Return the report of a finished training in ``folder``, None where there is none.  Raises: KeelError when it is damaged."""
+    path = folder / "training.json"
+    if not path.is_file():
+        return None
+    try:
+        return TrainingReport(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise KeelError(f"{path}: not a training report ({error}); remove it to train this arm again") from error
+
+
+def save_model(model: Any, tokens: TokenCorpus, folder: Path) -> None:
+    """Write a model with its tokenizer, whole or not at all; every process takes part, the first writes."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options) if _sharded(model) else None
+    if _rank() == 0:
+        temporary = folder.with_name(f".writing-{folder.name}")
+        for path in (temporary, folder):
+            if path.exists():
+                shutil.rmtree(path)
+        model.save_pretrained(temporary, state_dict=weights)
+        tokens.tokenizer.save_pretrained(temporary)
+        flush_folder(temporary)
+        os.rename(temporary, folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all."""
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the numbers of all and of trainable parameters; a tied one counts once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _windows(tokens: TokenCorpus, phase: Phase) -> tuple[SlidingWindows, Dataset[Any]]:
+    train = SlidingWindows(tokens.train, phase.window, phase.window_stride)
+    return train, validation_windows(tokens.valid, phase.window)
+
+
+def validation_windows(stream: TokenStream, length: int) -> Dataset[Any]:
+    """Return up to ``VALIDATION_WINDOWS`` windows, spread evenly over the stream and not overlapping."""
+    windows = SlidingWindows(stream, length, length)
+    count = min(VALIDATION_WINDOWS, len(windows))
+    return Subset(windows, [index * len(windows) // count for index in range(count)])
+
+
+def _report(
+    arm: str, seed: int, phases: Sequence[Phase], records: Sequence[PhaseRecord], trainer: PhaseTrainer
+) -> TrainingReport:
+    total, trainable = count_parameters(trainer.model)
+    seconds, before, curve = sum(record.seconds for record in records), 0, []
+    for phase, record in zip(phases, records, strict=True):
+        curve += [{"tokens": before + point["tokens"], "nll": point["nll"]} for point in record.curve]
+        before += phase.steps * phase.batch_size * phase.window
+    return TrainingReport(
+        arm=arm,
+        seed=seed,
+        params_total=total,
+        params_trainable=trainable,
+        tokens_per_s=sum(record.tokens for record in records) / seconds,
+        peak_memory_bytes=max(record.peak_memory_bytes for record in records),
+        curve=curve,
+        log={phase.name: record.log for phase, record in zip(phases, records, strict=True)},
+        seconds=seconds,
+        threads=torch.get_num_threads(),
+        processes=trainer.args.world_size,
+        device=str(trainer.args.device),
+    )
+
+
+def _sharded(model: torch.nn.Module) -> bool:
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

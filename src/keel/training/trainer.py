@@ -1,0 +1,452 @@
+"""One phase of training on ``transformers.Trainer``: its loop, our losses, data order, checkpoints and guards.
+
+What is ours, and why:
+
+- the loss: cross-entropy and auxiliary losses are divided by counts over all micro-batches and processes, label smoothing included,
+  so that accumulation and data parallelism change nothing but rounding;
+- the data order: a function of seed and step (``BatchPlan``), so that a resume reads on where it stopped;
+- checkpoints: atomic, verified, unpickled (``checkpoints``, ``state``);
+- a loss or gradient that is not finite stops the run before the optimizer steps.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+from keel.errors import KeelError
+from keel.training.checkpoints import close_checkpoint, newest_checkpoint, one_line_on_full_disk, open_checkpoint
+from keel.training.recipe import Phase
+from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
+from keel.training.state import (
+    load_optimizer,
+    load_random_state,
+    load_weights,
+    save_random_state,
+    save_training_state,
+)
+
+KEEP_CHECKPOINTS = 2
+VALIDATION_BATCH = 16
+_LOG_POINTS = 100
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSettings:
+    """Everything that a trainer needs besides model and data.
+
+    Attributes:
+        phase: the recipe's phase.
+        arm, seed: for messages and for the manifest; ``seed`` also fixes data order and dropout.
+        folder: checkpoints of this phase.
+        logs: TensorBoard event files.
+        first_step: training steps of earlier phases, which the streams' schedules have already seen.
+        device: ``cpu``, or None for the fastest device there is.
+        progress: called on the first process with what just happened; None for silence.
+    """
+
+    phase: Phase
+    arm: str
+    seed: int
+    folder: Path
+    logs: Path
+    first_step: int = 0
+    device: str | None = None
+    progress: Progress | None = None
+
+    @property
+    def where(self) -> str:
+        """Who this is, for messages."""
+        return f"arm {self.arm!r}, seed {self.seed}, phase {self.phase.name!r}"
+
+
+@dataclass
+class PhaseRecord:
+    """What a phase measured so far; saved with every checkpoint.
+
+    Attributes:
+        curve: points of {"step", "tokens", "nll"}: training tokens of this phase so far and validation loss in nats a token.
+        log: points of {"step", "loss", named losses, "learning_rate", "grad_norm"}, averaged since the previous point.
+        seconds, tokens: time inside training steps, and the tokens trained on in it; validation and checkpoints are left out.
+        peak_memory_bytes: largest seen; on CPU of the whole process.
+    """
+
+    curve: list[dict[str, float]] = field(default_factory=list)
+    log: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    peak_memory_bytes: int = 0
+
+
+class PhaseTrainer(Trainer):
+    """``transformers.Trainer`` for one phase of one arm and seed.
+
+    Args:
+        model: a KeelForCausalLM whose ``trainable`` is already set: the optimizer takes what needs gradients now.
+        train: windows, each {"input_ids", "labels"} of equal length.
+        valid: windows for the validation curve; all are scored at every point.
+        settings: see PhaseSettings.
+    Raises: KeelError for a batch that the processes cannot share evenly.
+    """
+
+    def __init__(self, model: nn.Module, train: Dataset[Any], valid: Dataset[Any], settings: PhaseSettings) -> None:
+        self.settings, self.phase, self.record = settings, settings.phase, PhaseRecord()
+        self.valid = valid
+        self._sums: dict[str, Tensor] = {}
+        self._num_tokens: Tensor | int = 1
+        super().__init__(
+            model=model, args=_arguments(settings), train_dataset=train, callbacks=[_Events(self)], data_collator=_stack
+        )
+        self.loss_is_scaled_for_ga = True
+        self.remove_callback(PrinterCallback)
+        tensorboard = self.pop_callback(TensorBoardCallback)
+        if tensorboard is not None and self.is_world_process_zero():
+            tensorboard.logging_dir = str(settings.logs)
+            self.add_callback(tensorboard)
+        ways = self.phase.accumulation * self.args.world_size
+        if self.phase.batch_size % ways:
+            raise KeelError(
+                f"{settings.where}: batch_size {self.phase.batch_size} cannot be shared by {self.args.world_size} processes with "
+                f"accumulation {self.phase.accumulation}; use a multiple of {ways}"
+            )
+
+    # -- running --------------------------------------------------------------------------------------------------------
+
+    def run(self, *, resume: bool) -> PhaseRecord:
+        """Train to the end of the phase, from the newest whole checkpoint where ``resume`` finds one.
+
+        Returns: what was measured, over all sessions.
+        Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run.
+        """
+        found = newest_checkpoint(self.settings.folder) if resume else None
+        if found is not None:
+            self._check_manifest(*found)
+        if found is not None and found[1]["step"] >= self.phase.steps:
+            self._load_from_checkpoint(str(found[0]))
+            self._load_record(found[0])
+            return self.record
+        last_good = "no checkpoint was written yet" if found is None else f"the last good checkpoint is {found[0]}"
+        with one_line_on_full_disk(f"{self.settings.where}: stopped", f"free some space and run again with --resume; {last_good}"):
+            self.train(resume_from_checkpoint=None if found is None else str(found[0]))
+        return self.record
+
+    def _check_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
+        for name, value in self._about().items():
+            if manifest.get(name) != value:
+                raise KeelError(
+                    f"{folder}: written with {name} {manifest.get(name)!r}, this run has {value!r}; resume as it was begun, or "
+                    "use another output folder"
+                )
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint must agree on with the run that resumes from it."""
+        return {
+            "arm": self.settings.arm,
+            "seed": self.settings.seed,
+            "phase": self.phase.model_dump(mode="json"),
+            "processes": self.args.world_size,
+        }
+
+    # -- data -----------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return this process's micro-batches, the whole phase as one pass."""
+        plan = BatchPlan(
+            num_windows=len(self.train_dataset),
+            steps=self.phase.steps,
+            batch_size=self.phase.batch_size,
+            accumulation=self.phase.accumulation,
+            num_processes=self.args.world_size,
+            seed=self.settings.seed,
+        )
+        batches = PlannedBatches(plan, self.args.process_index)
+        # A generator of its own: the loader must not draw from the one that dropout uses.
+        return DataLoader(
+            self.train_dataset, batch_sampler=batches, collate_fn=_stack, generator=torch.Generator().manual_seed(0)
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        """Return a step's micro-batches and its label tokens over all processes; keep the attended tokens for the losses."""
+        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        # The model shifts: the first label of a window is no target.
+        items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        counts = torch.tensor([items, tokens], device=device)
+        if self.args.world_size > 1:
+            dist.all_reduce(counts)
+        self._num_tokens = counts[1]
+        return batches, counts[0]
+
+    # -- loss -----------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the share of this micro-batch and process in the loss of the whole step.
+
+        The shares of all micro-batches and processes add up to: mean cross-entropy (smoothed as the phase says) + named losses.
+        """
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_tokens_in_batch=self._num_tokens)
+        loss = outputs.loss
+        named = {f"loss.{name}": value for name, value in (outputs.losses or {}).items()}
+        self._add("nll", loss - sum(named.values()))
+        for name, value in named.items():
+            self._add(name, value)
+        if self.phase.label_smoothing:
+            extra = smoothing_sum(outputs.logits, inputs["labels"]) / num_items_in_batch
+            loss = loss + self.phase.label_smoothing * extra
+        # Data-parallel gradients are averaged over processes; these are shares of a sum.
+        loss = loss * self.args.world_size
+        return (loss, outputs) if return_outputs else loss
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.detach().float()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the loss with its parts by name, each averaged over the steps since the last point."""
+        if "grad_norm" in logs and self._sums:
+            steps = self.state.global_step - self._last_point
+            sums = torch.stack(list(self._sums.values()))
+            if self.args.world_size > 1:
+                dist.all_reduce(sums)
+            logs.update(zip(self._sums, (sums / steps).tolist(), strict=True))
+            self._sums, self._last_point = {}, self.state.global_step
+            self.record.log.append({"step": self.state.global_step, **logs})
+            self._tell("log", loss=logs["loss"])
+        super().log(logs, start_time)
+
+    _last_point = 0
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the gradient norm; stop here, before the optimizer steps, when it or the loss is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        value = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+        finite = (torch.isfinite(value).all() & torch.isfinite(self._tr_loss).all()).to(torch.int32)
+        if self.args.world_size > 1:
+            finite = finite.to(self.args.device)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not bool(finite):
+            kept = newest_checkpoint(self.settings.folder)
+            raise KeelError(
+                f"{self.settings.where}: the loss or its gradient is not finite at step {self.state.global_step + 1}; lower the "
+                f"learning rate (now {self.phase.learning_rate:g}) or clip; "
+                + (f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet")
+            )
+        return norm
+
+    # -- optimizer ------------------------------------------------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """Make the warm-up and cosine schedule of the phase."""
+        if self.lr_scheduler is None:
+            factor = functools.partial(cosine_with_warmup, warmup_steps=self.phase.warmup_steps, steps=self.phase.steps)
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        step, writes = self.state.global_step, self.is_world_process_zero()
+        folder = self.settings.folder
+        kept = newest_checkpoint(folder)
+        last_good = "no checkpoint was written yet" if kept is None else f"the last good checkpoint is {kept[0]}"
+        temporary = folder / f".writing-{step}"
+        with one_line_on_full_disk(
+            f"{self.settings.where}: cannot write the checkpoint of step {step}",
+            f"free some space and run again with --resume; {last_good}",
+        ):
+            if writes:
+                open_checkpoint(folder, step)
+            self._barrier()
+            save_training_state(temporary, self.model_wrapped, _inner(self.optimizer), writes=writes)
+            save_random_state(temporary, self.args.process_index)
+            if writes:
+                self._save_json(temporary)
+            self._barrier()
+            if writes:
+                close_checkpoint(temporary, step, self._about(), KEEP_CHECKPOINTS)
+            self._barrier()
+
+    def _save_json(self, folder: Path) -> None:
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        (folder / "scheduler.json").write_text(
+            json.dumps({"last_epoch": self.lr_scheduler.last_epoch, "_step_count": self.lr_scheduler._step_count})
+        )
+        (folder / "record.json").write_text(json.dumps(vars(self.record)), encoding="utf-8")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        load_optimizer(folder, self.model_wrapped, _inner(self.optimizer))
+        self.lr_scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
+        self.lr_scheduler._last_lr = [group["lr"] for group in _inner(self.optimizer).param_groups]
+        self._load_record(folder)
+
+    def _load_record(self, folder: Path) -> None:
+        self.record = PhaseRecord(**json.loads((folder / "record.json").read_text(encoding="utf-8")))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_random_state(Path(checkpoint), self.args.process_index)
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validation_nll(self) -> float:
+        """Return the loss on the validation windows, nats a token; every process computes all of it, so all agree."""
+        self.model.eval()
+        total, count = 0.0, 0
+        windows = [self.valid[index] for index in range(len(self.valid))]
+        for start in range(0, len(windows), VALIDATION_BATCH):
+            batch = self._prepare_inputs(_stack(windows[start : start + VALIDATION_BATCH]))
+            targets = batch["labels"][:, 1:].ne(-100).sum()
+            with self.accelerator.autocast():
+                outputs = self.model(**batch, num_items_in_batch=targets)
+            total += float((outputs.loss - sum((outputs.losses or {}).values())) * targets)
+            count += int(targets)
+        self.model.train()
+        return total / count
+
+    def measure(self) -> None:
+        """Add a point to the validation curve."""
+        step = self.state.global_step
+        tokens = step * self.phase.batch_size * self.phase.window
+        point = {"step": step, "tokens": tokens, "nll": self.validation_nll()}
+        self.record.curve.append(point)
+        super().log({"valid_nll": point["nll"]})
+        self._tell("valid", nll=point["nll"])
+
+    def _tell(self, event: str, **about: Any) -> None:
+        if self.settings.progress is not None and self.is_world_process_zero():
+            step = {"phase": self.phase.name, "step": self.state.global_step, "steps": self.phase.steps}
+            self.settings.progress({"event": event, **step, **about})
+
+
+class _Events(TrainerCallback):
+    """Hooks of the trainer's loop: schedules before a step, time and memory around it, validation after it."""
+
+    def __init__(self, trainer: PhaseTrainer) -> None:
+        self.trainer = trainer
+        self.started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give every process its own dropout; a resume restores the saved generators afterwards."""
+        trainer = self.trainer
+        torch.manual_seed(((trainer.settings.seed * 1_000_003 + trainer.settings.first_step) * 4096 + args.process_index) % 2**63)
+        trainer._last_point, trainer._sums = state.global_step, {}
+        trainer._tell("begin")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the streams' schedules."""
+        trainer = self.trainer
+        trainer.accelerator.unwrap_model(trainer.model).set_step(trainer.settings.first_step + state.global_step)
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count, and validate where it is due."""
+        trainer, record = self.trainer, self.trainer.record
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        record.seconds += time.perf_counter() - self.started
+        record.tokens += trainer.phase.batch_size * trainer.phase.window
+        record.peak_memory_bytes = max(record.peak_memory_bytes, peak_memory_bytes(args.device))
+        trainer._tell("step")
+        if state.global_step % trainer.phase.validate_every == 0 or state.global_step == trainer.phase.steps:
+            trainer.measure()
+        control.should_save = (
+            state.global_step % trainer.phase.checkpoint_every == 0 or state.global_step == trainer.phase.steps
+        )
+
+
+def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return what label smoothing adds to the summed cross-entropy, per unit of smoothing.
+
+    With a share e of every target spread over V entries the loss of a token is (1 - e)·(lse - z_y) + e·(lse - mean z), which is its
+    cross-entropy plus e·(z_y - mean z). ``labels_BT`` are those of the inputs, as the model takes them: position t predicts t + 1.
+
+    Returns: a scalar, float32; labels of -100 count nothing.
+    Reference twin: ``torch.nn.functional.cross_entropy(label_smoothing=...)``.
+    """
+    targets_BT = labels_BT[:, 1:]
+    logits_BTV = logits_BTV[:, :-1].float()
+    chosen_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((chosen_BT - logits_BTV.mean(-1)) * targets_BT.ne(-100)).sum()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory used so far: allocated on a GPU, or resident of this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _arguments(settings: PhaseSettings) -> TrainingArguments:
+    phase = settings.phase
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return TrainingArguments(
+        output_dir=str(settings.folder),
+        max_steps=phase.steps,
+        per_device_train_batch_size=max(1, phase.batch_size // (phase.accumulation * world)),
+        gradient_accumulation_steps=phase.accumulation,
+        learning_rate=phase.learning_rate,
+        weight_decay=phase.weight_decay,
+        max_grad_norm=0.0 if phase.clip is None else phase.clip,
+        bf16=phase.precision == "bf16",
+        seed=settings.seed,
+        logging_steps=max(1, phase.steps // _LOG_POINTS),
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=["tensorboard"],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=settings.device == "cpu",
+        dataloader_pin_memory=False,
+        ddp_timeout=86_400,
+        optim="adamw_torch",
+    )
+
+
+def _stack(windows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([window[name] for window in windows]) for name in windows[0]}
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
