@@ -5,6 +5,7 @@
 SHELL      := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 
 VENV       ?= .venv
 BIN        := $(VENV)/bin
