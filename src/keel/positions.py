@@ -1,7 +1,7 @@
 """Position schemes of a rotary host: RoPE, NoPE, ALiBi, sliding window and YaRN, set and taken back in place.
 
-These are the arms that a side stream has to beat at long context. ALiBi and the window go through
-transformers' ``AttentionInterface`` and are computed in blocks of queries, so no [T, T] tensor exists at any length: ALiBi holds
+These are the arms that a side stream has to beat at long context. ALiBi and the window go through transformers'
+``AttentionInterface`` and are computed in blocks of queries, so no [T, T] tensor exists at any length: ALiBi holds
 [H, 128, S] at most, the window [128, 128 + window]. ``rope``, ``nope`` and ``yarn`` keep the host's own attention; with
 "sdpa", no padding and no window of the host's own, transformers makes no mask there either.
 
@@ -34,7 +34,7 @@ class Positions:
 
     Attributes:
         scheme: "rope" (the host as it is), "nope" (no positions), "alibi" (Press et al. 2022: a linear penalty on
-            distance, no rotation), "window" (RoPE, a query sees its last ``window`` tokens) or "yarn" (Peng et al. 2023).
+            distance, no rotation), "window" (RoPE, a query sees ``window`` tokens) or "yarn" (Peng et al. 2023).
         window: tokens that a query sees, itself included, ≥ 1; "window" only.
         factor: evaluated length / ``original_length``, ≥ 1; "yarn" only.
         original_length: tokens of the training context, ≥ 1; "yarn" only.
