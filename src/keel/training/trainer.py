@@ -386,11 +386,12 @@ class _Events(TrainerCallback):
         record.tokens += trainer.phase.batch_size * trainer.phase.window
         record.peak_memory_bytes = max(record.peak_memory_bytes, peak_memory_bytes(args.device))
         trainer._tell("step")
-        if state.global_step % trainer.phase.validate_every == 0 or state.global_step == trainer.phase.steps:
+        last = state.global_step == trainer.phase.steps
+        if last or state.global_step % trainer.phase.validate_every == 0:
             trainer.measure()
-        control.should_save = (
-            state.global_step % trainer.phase.checkpoint_every == 0 or state.global_step == trainer.phase.steps
-        )
+        # Set here and not by the library's own callback, since logging a validation point clears ``should_log``.
+        control.should_log = state.global_step % args.logging_steps == 0 or last
+        control.should_save = state.global_step % trainer.phase.checkpoint_every == 0 or last
 
 
 def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""From a recipe to data and models: the corpus as tokens, a seeded model of an arm, and hosts widened to equal parameter counts."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from keel.data import TokenCorpus, load_corpus, load_tokenizer, tokenize_corpus, train_bpe
+from keel.errors import KeelError
+from keel.hosts import HostShape
+from keel.model import KeelForCausalLM, attach
+from keel.streams import stream_from_config
+from keel.training.recipe import Recipe
+
+
+def load_tokens(recipe: Recipe) -> TokenCorpus:
+    """Read the corpus of a recipe and return it as tokens; both are cached by content.  Raises: KeelError for bad text."""
+    corpus = load_corpus(recipe.data.corpus_config())
+    wanted = recipe.data.tokenizer
+    tokenizer = load_tokenizer(wanted.pretrained) if wanted.pretrained else train_bpe(corpus, wanted.bpe or 0)
+    return tokenize_corpus(corpus, tokenizer)
+
+
+def build_model(
+    recipe: Recipe, arm: str, seed: int, tokenizer: PreTrainedTokenizerBase, width: int | None = None
+) -> KeelForCausalLM:
+    """Return the untrained model of ``arm``; host and streams depend on ``seed`` alone.
+
+    Args:
+        width: the host's feed-forward size, from ``matched_widths``; None leaves the recipe's.
+    Raises: KeelError for a checkpoint that cannot be loaded or does not fit the tokenizer.
+    """
+    torch.manual_seed(seed)
+    config = recipe.host_config()
+    if config is None:
+        host = _host_from_checkpoint(str(recipe.host["checkpoint"]), len(tokenizer))
+    else:
+        _set_vocabulary(config, tokenizer)
+        if width is not None:
+            setattr(config, _width_field(config), width)
+        host = AutoModelForCausalLM.from_config(config)
+    streams = {
+        name: stream_from_config(fields, f"arms.{arm}.streams.{name}") for name, fields in recipe.streams_of(arm).items()
+    }
+    return attach(host, streams, positions=recipe.positions_of(arm))
+
+
+def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the feed-forward size of every trained arm's host, such that their totals agree with the largest arm's.
+
+    Agreement is to the nearest whole channel of the feed-forward. None where the recipe does not match parameters.
+    """
+    config = recipe.host_config()
+    if config is None or not recipe.match_parameters:
+        return dict.fromkeys(recipe.trained_arms())
+    _set_vocabulary(config, tokenizer)
+    base = _width(config)
+    host, wider = _count_host(config, base), _count_host(config, base + 1)
+    shape = HostShape(hidden_size=config.hidden_size, num_layers=config.num_hidden_layers)
+    beside = {arm: _count_streams(recipe, arm, shape) for arm in recipe.trained_arms()}
+    most = max(beside.values())
+    return {arm: base + round((most - count) / (wider - host)) for arm, count in beside.items()}
+
+
+def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:
+    try:
+        host = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except Exception as error:  # the libraries below raise OSError, ValueError, KeyError and their own kinds
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise KeelError(f"host.checkpoint {name!r} cannot be loaded: {reason}; give a folder or a name on the Hub") from error
+    rows = host.get_input_embeddings().num_embeddings
+    if vocabulary > rows:
+        raise KeelError(
+            f"host.checkpoint {name!r} has {rows} embeddings, the tokenizer {vocabulary} entries; set data.tokenizer.pretrained "
+            "to the checkpoint's own"
+        )
+    return host
+
+
+def _set_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+
+
+def _width_field(config: PreTrainedConfig) -> str:
+    return "n_inner" if config.model_type == "gpt2" else "intermediate_size"
+
+
+def _width(config: PreTrainedConfig) -> int:
+    return getattr(config, _width_field(config)) or 4 * config.hidden_size
+
+
+def _count_host(config: PreTrainedConfig, width: int) -> int:
+    config = copy.deepcopy(config)
+    setattr(config, _width_field(config), width)
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def _count_streams(recipe: Recipe, arm: str, shape: HostShape) -> int:
+    total = 0
+    for fields in recipe.streams_of(arm).values():
+        stream = stream_from_config(fields)
+        stream.build(shape)
+        total += sum(p.numel() for p in stream.parameters())
+    return total
