@@ -50,9 +50,7 @@ class CorpusConfig:
         try:
             codecs.lookup(self.encoding)
         except LookupError as error:
-            raise KeelError(
-                f"unknown encoding {self.encoding!r}; expected a Python codec such as utf-8 or latin-1"
-            ) from error
+            raise KeelError(f"unknown encoding {self.encoding!r}; expected a codec such as utf-8 or latin-1") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +80,8 @@ def load_corpus(config: CorpusConfig) -> Corpus:
 
     Documents of white space alone are dropped. Of documents with exactly the same text one stays, in the test split
     before the validation split before the training split. A source without a validation or test split gives some of
-    its training documents, chosen by a hash of their content and the seed; with too few documents for that, each is cut at
-    line ends into a first part for training, then validation, then test.
+    its training documents, chosen by a hash of their content and the seed; with too few documents for that, each is cut
+    at line ends into a first part for training, then validation, then test.
 
     Raises: KeelError, one line, where the text is missing, unreadable, empty or too short to be split.
     """
@@ -97,8 +95,8 @@ def load_corpus(config: CorpusConfig) -> Corpus:
     for split in SPLITS:
         if not splits[split]:
             raise KeelError(
-                f"corpus {config.source}: no text left for the {split} split, once empty documents and copies of documents "
-                "in other splits are removed; give more text"
+                f"corpus {config.source}: no text left for the {split} split, once empty documents and copies of "
+                "documents in other splits are removed; give more text"
             )
     return Corpus(name, splits["train"], splits["valid"], splits["test"], _fingerprint(splits))
 
@@ -115,8 +113,8 @@ def data_root() -> Path:
         if place.is_dir():
             return place
     raise KeelError(
-        f"no data root (looked at {', '.join(map(str, dict.fromkeys(places)))}); set the environment variable KEEL_DATA to "
-        "the folder that holds the corpora"
+        f"no data root (looked at {', '.join(map(str, dict.fromkeys(places)))}); set the environment variable "
+        "KEEL_DATA to the folder that holds the corpora"
     )
 
 
@@ -150,7 +148,7 @@ def _digest(document: Document) -> bytes:
         return hashlib.sha256(document.text.encode()).digest()
     except UnicodeEncodeError as error:
         raise KeelError(
-            f"document {document.name} has half a surrogate pair at character {error.start}, which is no text; repair it"
+            f"document {document.name} has half a surrogate pair at character {error.start}; repair the text"
         ) from error
 
 

@@ -18,8 +18,9 @@ from keel.errors import KeelError, suggest
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 SPLITS = ("train", "valid", "test")
 
-# `train`, `test.txt`, `valid-00000-of-00003.jsonl.gz`, but not `test_model.py`: a folder of code must not look like splits.
+# `train`, `test.txt`, `valid-00000-of-00003.jsonl.gz`, but not `test_model.py`: a folder of code has no splits.
 _SPLIT_NAME = re.compile(r"(train|valid|validation|test)([-_.]?\d+(-of-\d+)?)?(\.(txt|md|jsonl|parquet))?(\.gz)?")
+_HUB_SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}
 # The one level-1 heading of a WikiText article: ` = Title = `, where sections have ` = = Title = = `.
 _WIKITEXT_ARTICLE = re.compile(r" = (?!=)[^\n]*(?<!=) = \n?")
 # Tests and other people's packages are not the library; `encodings` holds 120 generated tables that are nearly equal,
@@ -120,7 +121,7 @@ class Reader(NamedTuple):
                     row = json.loads(line)
                 except ValueError as error:
                     raise KeelError(
-                        f"file {path}, line {number}: not JSON ({error}); expected one object a line"
+                        f"file {path}, line {number}: not JSON ({error}); write one object a line"
                     ) from error
                 documents.append(Document(f"{name}:{number}", self._field(row, f"file {path}, line {number}")))
         return documents

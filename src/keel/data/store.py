@@ -57,7 +57,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> str:
 
 def _cannot_write(path: Path, error: OSError) -> KeelError:
     return KeelError(
-        f"cannot write the cache file {path}: {error.strerror or error}; make room, or name another folder in KEEL_CACHE"
+        f"cannot write the cache file {path}: {error.strerror or error}; make room or name another folder in KEEL_CACHE"
     )
 
 

@@ -27,8 +27,8 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str | Path | None = No
 
     Args:
         corpus: its ``train`` documents are read, in order; the result depends on nothing else.
-        vocab_size: tokens, the 256 bytes, ``<|endoftext|>`` (end of a document) and ``<|pad|>`` among them; a short text
-            with too few repeated pairs gives fewer.
+        vocab_size: tokens, the 256 bytes, ``<|endoftext|>`` (end of a document) and ``<|pad|>`` among them; a
+            short text with too few repeated pairs gives fewer.
         cache_dir: where a tokenizer of the same text and size is looked up and kept; see ``resolve_cache_dir``.
     Returns: a tokenizer with ``eos_token`` and ``pad_token``.
     Raises: KeelError for a ``vocab_size`` below 258, or a cache that cannot be written.
@@ -58,9 +58,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise KeelError(
-            f"tokenizer {name_or_path} cannot be loaded ({reason}); check the name or the folder"
-        ) from error
+        raise KeelError(f"tokenizer {name_or_path} cannot be loaded ({reason}); check name or folder") from error
     check_tokenizer(tokenizer)
     return tokenizer
 

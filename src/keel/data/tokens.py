@@ -42,8 +42,8 @@ class TokenStream:
     Attributes:
         ids: int32 [N], token ids.
         starts: int64 [M], index of each document's first token, ascending from 0.
-        token_bytes: uint16 [N], UTF-8 bytes of text that a token covers; 0 for the end-of-text token. Over a document they
-            sum to the length of its text in UTF-8, exactly.
+        token_bytes: uint16 [N], UTF-8 bytes of text that a token covers; 0 for the end-of-text token. Over a document
+            they sum to the length of its text in UTF-8, exactly.
         names: M names, in the order of ``starts``.
     """
 
@@ -105,7 +105,7 @@ def _cached(documents: list[Document], encoder: _Encoder, folder: Path, split: s
         arrays = load_arrays(folder, key, _ARRAYS)
     if arrays is None:
         raise KeelError(
-            f"cache entry {folder / key}.* is damaged as soon as it is written; name another folder in KEEL_CACHE"
+            f"cache entry {folder / key}.* does not read back as written; name another folder in KEEL_CACHE"
         )
     return TokenStream(**arrays, names=[document.name for document in documents])
 
@@ -172,7 +172,7 @@ class _Encoder:
                 covered = self._bytes_by_offsets(document, encoding if table is None else None)
             if covered.max(initial=0) > _MOST_BYTES:
                 raise KeelError(
-                    f"document {document.name}: one token covers {covered.max()} bytes, expected at most {_MOST_BYTES}; the "
+                    f"document {document.name}: one token covers {covered.max()} bytes (limit {_MOST_BYTES}); the "
                     "tokenizer cannot read this text, use another"
                 )
             yield ids, np.append(covered, 0).astype(np.uint16)
@@ -181,7 +181,7 @@ class _Encoder:
         encoding = encoding or self.backend.encode(document.text, add_special_tokens=False)
         if not encoding.ids:
             raise KeelError(
-                f"document {document.name}: the tokenizer finds no token in its text; remove it or use another"
+                f"document {document.name}: the tokenizer finds no token in it; remove it or use another one"
             )
         return bytes_by_offsets(document.text, [end for _, end in encoding.offsets])
 

@@ -6,6 +6,7 @@ Legend: T = tokens of a window or target tokens of a segment.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from keel.errors import KeelError
 
 
 class SlidingWindows(Dataset[dict[str, Tensor]]):
-    """Windows of ``length`` tokens, each ``stride`` tokens after the one before, across documents; the stream is not copied.
+    """Windows of ``length`` tokens, each ``stride`` tokens after the one before, across documents; no copy is kept.
 
     S-Former trains on windows of 256 with a stride of 64. The last ``(len(stream) - length) % stride`` tokens are in no
     window.
     """
 
     def __init__(self, stream: TokenStream, length: int, stride: int) -> None:
-        """Check the sizes. Raises: KeelError for a length below 2, a stride below 1, or a stream shorter than a window."""
+        """Check the sizes. Raises: KeelError: length below 2, stride below 1, or a stream shorter than a window."""
         if length < 2:
             raise KeelError(f"window is {length} tokens, expected at least 2 (a token and the one to predict)")
         if stride < 1:
@@ -60,22 +61,22 @@ class Segment:
 
     Attributes:
         ids: int64 [T + 1]; inputs are ``ids[:-1]``, targets ``ids[1:]``.
-        document_T: int64 [T], index in the stream's ``names`` of the document of each target.
-        bytes_T: int64 [T], UTF-8 bytes that each target covers; 0 for an end-of-text token.
+        document_BT: int64 [T], index in the stream's ``names`` of the document of each target.
+        bytes: int64 [T], UTF-8 bytes that each target covers; 0 for an end-of-text token.
         start: index of the first token in the stream.
     """
 
     ids: Tensor
-    document_T: Longs
-    bytes_T: Longs
+    document_BT: Longs
+    bytes: Longs
     start: int
 
 
 def evaluation_segments(stream: TokenStream, length: int, count: int) -> list[Segment]:
     """Return ``count`` segments of ``length`` targets, spread evenly over the stream and not overlapping.
 
-    The stream is divided into ``count`` equal stretches with a segment in each, at the stretch's first document start from
-    which the segment still fits, else at the stretch's beginning. The choice depends on nothing but the arguments.
+    The stream is divided into ``count`` equal stretches with a segment in each, at the stretch's first document start
+    where the segment still fits, else at the stretch's beginning. The choice depends on nothing but the arguments.
 
     Raises: KeelError for a size below 1, or where the segments do not fit.
     """
@@ -83,13 +84,12 @@ def evaluation_segments(stream: TokenStream, length: int, count: int) -> list[Se
         raise KeelError(f"{count} segments of {length} tokens asked for, expected at least 1 of at least 1")
     needed = count * (length + 1)
     if len(stream) < needed:
-        fitting = len(stream) // (length + 1)
         raise KeelError(
-            f"{count} evaluation segment(s) of {length:,} tokens need {needed:,} tokens, the split has {len(stream):,}; give "
-            f"more text, shorter lengths (up to {max(0, len(stream) // count - 1):,} fit), or at most {fitting} segment(s)"
+            f"{count} evaluation segment(s) of {length:,} tokens need {needed:,} tokens, the split has {len(stream):,};"
+            f" give more text, fewer segments, or lengths up to {max(0, len(stream) // count - 1):,}"
         )
     bounds = [index * len(stream) // count for index in range(count + 1)]
-    return [_segment(stream, length, low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [_segment(stream, length, low, high) for low, high in pairwise(bounds)]
 
 
 def _segment(stream: TokenStream, length: int, low: int, high: int) -> Segment:
@@ -100,7 +100,7 @@ def _segment(stream: TokenStream, length: int, low: int, high: int) -> Segment:
     targets = slice(start + 1, start + length + 1)
     return Segment(
         ids=torch.from_numpy(stream.ids[start : targets.stop].astype(np.int64)),
-        document_T=stream.documents_at(np.arange(targets.start, targets.stop)),
-        bytes_T=stream.token_bytes[targets].astype(np.int64),
+        document_BT=stream.documents_at(np.arange(targets.start, targets.stop)),
+        bytes=stream.token_bytes[targets].astype(np.int64),
         start=start,
     )
