@@ -117,6 +117,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         self.wires = Wires()
         self.wires.streams = dict(self.streams.items())
         self.streams_enabled = True
+        self._checkpointing = False
         self._hooks: list[Any] = []
         writers: dict[tuple[str, int], list[str]] = {}
         for name, stream in self.streams.items():
@@ -245,7 +246,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         embeddings_BTD = inputs_embeds if input_ids is None else self.host.get_input_embeddings()(input_ids)
         if use_cache is None:
             use_cache = self.host.config.use_cache and not self.training
-        if self.training and self.is_gradient_checkpointing:
+        if self.training and self._checkpointing:
             use_cache, cache = False, None
         active = dict(self.streams.items()) if self.streams_enabled else {}
         layer: StreamCacheLayer | None = None
@@ -299,6 +300,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
                 raise KeelError("use_reentrant=True would give silently wrong gradients here; use use_reentrant=False")
             options = {**given, "use_reentrant": False, "context_fn": self.wires.checkpoint_contexts}
             gradient_checkpointing_func = functools.partial(checkpoint, **options)
+        self._checkpointing = enable
         super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
