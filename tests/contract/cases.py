@@ -1,0 +1,189 @@
+"""The two tables that the contract suite crosses, hosts and streams, and what its tests share.
+
+A new stream joins by one line in ``STREAM_CASES``: every behaviour in this folder is then asked of it on every host.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import keel
+from keel.streams.base import Stream
+
+VOCABULARY = 96
+WINDOW = 8
+# Far larger weights than a fresh model's, so that attention is not flat and logits are far from ties.
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=128, initializer_range=0.15, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+_GROUPED: dict[str, Any] = dict(_COMMON, num_key_value_heads=2)
+_GEMMA: dict[str, Any] = dict(
+    _GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+)
+
+HOST_CASES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=8),
+    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": lambda: Gemma3TextConfig(**_GEMMA),
+    "gpt_neox_parallel": lambda: GPTNeoXConfig(**_COMMON, use_parallel_residual=True),
+    "gpt_neox_serial": lambda: GPTNeoXConfig(**_COMMON, use_parallel_residual=False),
+    "gpt2": lambda: GPT2Config(**_COMMON, n_inner=48, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "phi3": lambda: Phi3Config(**_GROUPED),
+    "olmo2": lambda: Olmo2Config(**_GROUPED),
+}
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    """A stream of the suite.
+
+    ``everywhere``: the costly behaviours run with it on every host and not on the first alone; set it for one case a mechanism.
+    ``identity``: attaching it changes nothing.
+    """
+
+    make: Callable[[], Stream]
+    everywhere: bool = False
+    identity: bool = True
+
+
+def _structural(**fields: Any) -> Callable[[], Stream]:
+    return lambda: keel.StructuralStream(**fields)
+
+
+STREAM_CASES: dict[str, StreamCase] = {
+    "gru_model": StreamCase(_structural(cell="gru", share="model", confidence_penalty=0.3), everywhere=True),
+    "gru_layer": StreamCase(_structural(cell="gru", share="layer", gate="channel", temperature=(4.0, 2.0, 10))),
+    "scan_model": StreamCase(_structural(cell="scan", share="model", gate="channel", confidence_penalty=0.3)),
+    "scan_layer": StreamCase(_structural(cell="scan", share="layer", gate_warmup_steps=4), everywhere=True),
+    "gru_paper": StreamCase(_structural(cell="gru", share="model", init="paper"), identity=False),
+}
+
+
+class Case(NamedTuple):
+    """One host with one stream."""
+
+    host_name: str
+    stream_name: str
+
+    def host(self) -> PreTrainedModel:
+        """A fresh copy of the host, the same weights every time, in evaluation mode."""
+        return copy.deepcopy(_host(self.host_name))
+
+    @property
+    def stream(self) -> StreamCase:
+        """The row of ``STREAM_CASES``."""
+        return STREAM_CASES[self.stream_name]
+
+    def attached(self) -> keel.KeelForCausalLM:
+        """Host and stream as ``attach`` leaves them."""
+        torch.manual_seed(1)
+        return keel.attach(self.host(), self.stream.make())
+
+    def model(self) -> keel.KeelForCausalLM:
+        """Host and perturbed stream, after some training steps; on this model the stream is seen to change the output."""
+        model = perturb(self.attached())
+        check_visible(model)
+        return model
+
+
+@functools.cache
+def _host(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(HOST_CASES[name]()).eval()
+
+
+def perturb(model: keel.KeelForCausalLM, seed: int = 2) -> keel.KeelForCausalLM:
+    """Move every stream parameter away from its initial value and the schedules into their third step, in place."""
+    model.set_step(3)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.streams.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.4)
+    return model
+
+
+def check_visible(model: keel.KeelForCausalLM) -> None:
+    """Fail unless the streams change the output, so that no comparison that follows can pass with dead streams."""
+    ids = tokens(1, 6)
+    with torch.no_grad():
+        with_streams = model(ids).logits
+        with model.disable_streams():
+            without = model(ids).logits
+    assert (with_streams - without).abs().max() > 1e-2, "the perturbed stream does not change the output: this test could not fail"
+
+
+ALL_CASES = [Case(host, stream) for host in HOST_CASES for stream in STREAM_CASES]
+FIRST_HOST = next(iter(HOST_CASES))
+SPREAD_CASES = [case for case in ALL_CASES if case.host_name == FIRST_HOST or case.stream.everywhere]
+
+
+def _named(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=["-".join(case) for case in cases])
+
+
+every_case = _named(ALL_CASES)
+spread_cases = _named(SPREAD_CASES)
+stream_cases = _named([case for case in ALL_CASES if case.host_name == FIRST_HOST])
+host_cases = _named([case for case in ALL_CASES if case.stream_name == next(iter(STREAM_CASES))])
+
+
+def tokens(batch: int, length: int, seed: int = 3) -> Tensor:
+    """Random token ids [B, T] without the padding token 0."""
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Padded(NamedTuple):
+    """Rows of different lengths in one batch, with the positions that ``generate`` would give."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+
+
+def pad(rows: Sequence[Tensor], side: str, width: int | None = None) -> Padded:
+    """Put 1-D ``rows`` into one batch with the padding on the ``side``: left, right or interior (behind half of the row)."""
+    width = width or max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        columns = torch.arange(len(row))
+        if side == "left":
+            columns += width - len(row)
+        elif side == "interior":
+            columns[len(row) // 2 :] += width - len(row)
+        ids[index, columns], mask[index, columns] = row, 1
+    return Padded(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+
+
+def close(actual: Tensor, expected: Tensor, atol: float = 2e-5) -> None:
+    """Equal up to float32 rounding: another shape makes another order of summation in the matrix products."""
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol)

@@ -1,0 +1,191 @@
+"""One forward pass: what a stream may and may not change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import WINDOW, Case, close, every_case, host_cases, pad, perturb, stream_cases, tokens
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import keel
+from keel.cache import StreamCacheLayer
+
+LENGTH = 13  # longer than the sliding window
+
+
+@every_case
+def test_attaching_changes_nothing_until_the_stream_is_perturbed(case: Case) -> None:
+    ids = tokens(2, LENGTH)
+    with torch.no_grad():
+        expected = case.host()(ids).logits
+        model = case.attached()
+        assert torch.equal(model(ids).logits, expected) is case.stream.identity
+        assert not torch.allclose(perturb(model)(ids).logits, expected, atol=1e-2)
+
+
+@every_case
+def test_disabled_or_detached_gives_the_host_bitwise(case: Case) -> None:
+    ids, model = tokens(2, LENGTH), case.model()
+    weights = {name: weight.clone() for name, weight in model.host.named_parameters()}
+    with torch.no_grad():
+        expected = case.host()(ids).logits
+        with model.disable_streams():
+            assert torch.equal(model(ids).logits, expected)
+        assert not torch.equal(model(ids).logits, expected)
+    _train_streams_once(model, ids)
+    host = model.detach()
+    with torch.no_grad():
+        assert torch.equal(host(ids).logits, expected)
+    assert all(torch.equal(weights[name], weight) for name, weight in host.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in host.modules())
+
+
+def _train_streams_once(model: keel.KeelForCausalLM, ids: torch.Tensor) -> None:
+    model.trainable("streams").train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    before = {name: p.detach().clone() for name, p in model.streams.named_parameters()}
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert all(not torch.equal(before[name], p) for name, p in model.streams.named_parameters())
+    model.eval()
+
+
+@pytest.mark.parametrize("side", ["left", "right", "interior"])
+@every_case
+def test_padding_changes_nothing(case: Case, side: str) -> None:
+    # A sliding window counts columns, padded ones too: behind interior padding a host itself sees less, unless all fits the window.
+    lengths, width = ((6, 4, 2), WINDOW) if side == "interior" else ((LENGTH, 7, 3), LENGTH)
+    rows, model = [tokens(1, length, seed=length)[0] for length in lengths], case.model()
+    batch = pad(rows, side, width)
+    with torch.no_grad():
+        padded = model(**batch._asdict(), collect_signals=True)
+        unpadded = [model(row[None], collect_signals=True) for row in rows]
+    for index, alone in enumerate(unpadded):
+        attended = batch.attention_mask[index].bool()
+        close(padded.logits[index, attended], alone.logits[0])
+        for name, signal in alone.signals.items():
+            close(padded.signals[name][index, attended], signal[0])
+
+
+@every_case
+def test_whole_chunked_and_token_by_token_agree_through_the_cache(case: Case) -> None:
+    rows, model = [tokens(1, length, seed=length)[0] for length in (LENGTH, 5)], case.model()
+    ids, mask, positions = pad(rows, "left")
+    attended = mask.bool()
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for sizes in ([5, 1, 7], [1] * LENGTH):
+            cache, pieces, start = None, [], 0
+            for size in sizes:
+                here = slice(start, start + size)
+                output = model(
+                    ids[:, here], attention_mask=mask[:, : start + size], position_ids=positions[:, here],
+                    past_key_values=cache, use_cache=True,
+                )  # fmt: skip
+                cache, start = output.past_key_values, start + size
+                pieces.append(output.logits)
+            close(torch.cat(pieces, 1)[attended], whole[attended])
+
+
+@every_case
+def test_later_tokens_never_change_earlier_outputs(case: Case) -> None:
+    ids, model = tokens(2, LENGTH), case.model()
+    changed = ids.clone()
+    changed[:, 6:] = tokens(2, LENGTH - 6, seed=9)
+    with torch.no_grad():
+        before, after = model(ids, collect_signals=True), model(changed, collect_signals=True)
+    close(after.logits[:, :6], before.logits[:, :6])
+    assert not torch.allclose(after.logits[:, 6:], before.logits[:, 6:], atol=1e-2)
+    for name, signal in before.signals.items():
+        close(after.signals[name][:, :6], signal[:, :6])
+
+
+@every_case
+def test_permuting_the_batch_permutes_the_output(case: Case) -> None:
+    rows, model = [tokens(1, length, seed=length)[0] for length in (LENGTH, 9, 5)], case.model()
+    batch, order = pad(rows, "left"), torch.tensor([2, 0, 1])
+    with torch.no_grad():
+        straight = model(**batch._asdict()).logits
+        permuted = model(**{name: value[order] for name, value in batch._asdict().items()}).logits
+    attended = batch.attention_mask.bool()[order]
+    close(permuted[attended], straight[order][attended])
+    assert not torch.allclose(permuted[attended], straight[attended], atol=1e-2)
+
+
+@every_case
+def test_document_starts_give_separate_documents_stream_states(case: Case) -> None:
+    first, second, model = tokens(2, 5), tokens(2, 6, seed=4), case.model()
+    packed = torch.cat([first, second], 1)
+    starts = torch.zeros_like(packed, dtype=torch.bool)
+    starts[:, [0, 5]] = True
+    with torch.no_grad():
+        alone, reset, continued = (
+            _stream_states(model(ids, document_starts=where, use_cache=True).past_key_values)
+            for ids, where in ((second, None), (packed, starts), (packed, None))
+        )
+    for name, state in alone.items():
+        close(reset[name], state)
+        assert not torch.allclose(continued[name], state, atol=1e-2)
+
+
+def _stream_states(cache: DynamicCache) -> dict[str, torch.Tensor]:
+    assert isinstance(cache.layers[-1], StreamCacheLayer)
+    return {f"{name}.{key}": value for name, state in cache.layers[-1].states.items() for key, value in state.items()}
+
+
+@every_case
+def test_final_hidden_and_head_give_the_logits(case: Case) -> None:
+    ids, model = tokens(2, LENGTH), case.model()
+    with torch.no_grad():
+        assert torch.equal(model.logits_from_hidden(model.final_hidden(ids).last_hidden_state), model(ids).logits)
+
+
+@stream_cases
+def test_a_deep_copy_is_independent(case: Case) -> None:
+    ids, model = tokens(2, LENGTH), case.model()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(twin(ids).logits, expected)
+        perturb(twin, seed=7)
+        assert not torch.allclose(twin(ids).logits, expected, atol=1e-2)
+        assert torch.equal(model(ids).logits, expected)
+        twin.detach()
+        assert torch.equal(model(ids).logits, expected)
+
+
+@every_case
+def test_bf16_stays_finite(case: Case) -> None:
+    model = case.model().to(torch.bfloat16).trainable("all").train()
+    ids = tokens(2, LENGTH)
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.dtype is torch.bfloat16
+    assert output.logits.isfinite().all() and output.loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@host_cases
+def test_a_cache_of_the_users_own_works(case: Case) -> None:
+    ids, model = tokens(2, LENGTH), case.model()
+    with torch.no_grad():
+        expected = model(ids).logits
+        for cache in (DynamicCache(), DynamicCache(config=model.host.config)):
+            pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in ids.split(5, 1)]
+            close(torch.cat(pieces, 1), expected)
+
+
+@host_cases
+def test_caches_that_would_lose_the_state_are_refused(case: Case) -> None:
+    ids, model = tokens(2, 5), case.model()
+    with pytest.raises(keel.KeelError, match="static cache"):
+        model(ids, past_key_values=StaticCache(config=model.host.config, max_cache_len=32), use_cache=True)
+    with pytest.raises(keel.KeelError, match="static"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    filled = DynamicCache(config=model.host.config)
+    with model.disable_streams():
+        model(ids, past_key_values=filled, use_cache=True)
+    with pytest.raises(keel.KeelError, match="filled without the streams"):
+        model(ids, past_key_values=filled, use_cache=True)
