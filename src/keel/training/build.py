@@ -42,9 +42,10 @@ def build_model(
             setattr(config, _width_field(config), width)
         host = AutoModelForCausalLM.from_config(config)
     streams = {
-        name: stream_from_config(fields, f"arms.{arm}.streams.{name}") for name, fields in recipe.streams_of(arm).items()
+        name: stream_from_config(fields, f"arms.{arm}.streams.{name}")
+        for name, fields in recipe.streams_of(arm).items()
     }
-    return attach(host, streams, positions=recipe.positions_of(arm))
+    return attach(host, streams, positions=recipe.positions_at(arm, recipe.train_window(arm)))
 
 
 def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
@@ -69,7 +70,9 @@ def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:
         host = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except Exception as error:  # the libraries below raise OSError, ValueError, KeyError and their own kinds
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise KeelError(f"host.checkpoint {name!r} cannot be loaded: {reason}; give a folder or a name on the Hub") from error
+        raise KeelError(
+            f"host.checkpoint {name!r} cannot be loaded: {reason}; give a folder or a name on the Hub"
+        ) from error
     rows = host.get_input_embeddings().num_embeddings
     if vocabulary > rows:
         raise KeelError(

@@ -1,9 +1,9 @@
 """Train one arm with one seed: its phases in order, a trainer each, then the finished model and what training measured.
 
-    FOLDER/checkpoints/0-train/checkpoint-100/    while it runs; removed when it is done
-    FOLDER/logs/                                  TensorBoard
-    FOLDER/model/                                 the finished model with its tokenizer
-    FOLDER/training.json                          a ``TrainingReport``; it is written last, so that its presence means done
+FOLDER/checkpoints/0-train/checkpoint-100/    while it runs; removed when it is done
+FOLDER/logs/                                  TensorBoard
+FOLDER/model/                                 the finished model with its tokenizer
+FOLDER/training.json                          a ``TrainingReport``; it is written last, so that its presence means done
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def train(
         first_step += phase.steps
     model.set_step(first_step)
     report = _report(arm, seed, phases, records, trainer)
-    with one_line_on_full_disk(f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"):
+    with one_line_on_full_disk(
+        f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
+    ):
         save_model(trainer.model, tokens, folder / "model")
         if _rank() == 0:
             write_json(folder / "training.json", dataclasses.asdict(report))

@@ -10,10 +10,12 @@ Merging: mappings merge key by key, lists of named entries (``phases``) merge by
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -28,7 +30,6 @@ from keel.streams import STREAMS
 
 DEFAULT_SCALE = "small"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
-Config = TypeVar("Config")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -220,13 +221,17 @@ class Recipe(Section):
         """Return the length of the windows that the weights of ``arm`` were last trained on."""
         return self.phases_of(self.arms[arm].weights_of or arm)[-1].window
 
-    def positions_of(self, arm: str) -> Positions | None:
-        """Return the positions of ``arm``; None leaves the host's own. A yarn arm's original length is its training window."""
+    def positions_at(self, arm: str, length: int) -> Positions | None:
+        """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.
+
+        For yarn, ``original_length`` is by default the training window and ``factor`` the ratio of ``length`` to it, at least 1.
+        """
         given = self.arms[arm].positions
         if given is None:
             return None
         if given.get("scheme") == "yarn":
-            given = {"original_length": self.train_window(arm), **given}
+            original = given.get("original_length", self.train_window(arm))
+            given = {"original_length": original, "factor": max(1.0, length / original), **given}
         return build_config(Positions, given, f"arms.{arm}.positions")
 
     def host_config(self) -> PreTrainedConfig | None:
@@ -292,7 +297,9 @@ def find_recipe(name_or_path: str | Path) -> Path:
     named = recipes_folder() / f"{str(name_or_path).removesuffix('.yaml')}.yaml"
     if named.is_file():
         return named
-    raise KeelError(f"no recipe {str(name_or_path)!r}: give a file or a name; {suggest(str(name_or_path), list_recipes())}")
+    raise KeelError(
+        f"no recipe {str(name_or_path)!r}: give a file or a name; {suggest(str(name_or_path), list_recipes())}"
+    )
 
 
 def recipe_scales(name_or_path: str | Path) -> list[str]:
@@ -324,7 +331,11 @@ def _merge_named(base: list[dict[str, Any]], changes: list[dict[str, Any]]) -> l
 
 
 def _all_named(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) and "name" in entry for entry in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(entry, Mapping) and "name" in entry for entry in value)
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -389,7 +400,10 @@ def _assign(target: Any, keys: list[str], value: Any, override: str) -> None:
 
 
 def _entry(entries: list[Any], key: str, override: str) -> int:
-    names = [str(entry["name"]) if isinstance(entry, Mapping) and "name" in entry else str(i) for i, entry in enumerate(entries)]
+    names = [
+        str(entry["name"]) if isinstance(entry, Mapping) and "name" in entry else str(i)
+        for i, entry in enumerate(entries)
+    ]
     if key in names:
         return names.index(key)
     if key.isdigit() and int(key) < len(entries):
@@ -415,7 +429,9 @@ def _one_line(error: ValidationError) -> str:
 
 def _check(recipe: Recipe) -> None:
     """Refuse what single fields cannot see: unknown names inside open sections, and fields that contradict each other."""
-    recipe.data.corpus_config()
+    _refuse_unknown(CorpusConfig, recipe.data.corpus, "data.corpus")
+    with _naming("data.corpus"):
+        recipe.data.corpus_config()
     _check_host(recipe)
     if len(set(recipe.seeds)) != len(recipe.seeds):
         raise KeelError(f"seeds: each seed once, got {recipe.seeds}")
@@ -431,9 +447,13 @@ def _check_host(recipe: Recipe) -> None:
     if "checkpoint" in host:
         extra = sorted(set(host) - {"checkpoint"})
         if extra:
-            raise KeelError(f"host.{extra[0]}: a checkpoint brings its own sizes; remove this field, or give family instead")
+            raise KeelError(
+                f"host.{extra[0]}: a checkpoint brings its own sizes; remove this field, or give family instead"
+            )
         if recipe.match_parameters:
-            raise KeelError("match_parameters: the width of a checkpoint cannot change; set it to false, or give host.family")
+            raise KeelError(
+                "match_parameters: the width of a checkpoint cannot change; set it to false, or give host.family"
+            )
         return
     family = host["family"]
     if family not in FAMILIES:
@@ -466,24 +486,33 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
         if phase.trainable == "streams" and not arm.streams:
-            raise KeelError(f"{where}: phase {phase.name!r} trains streams only, but this arm has none; add streams or phases of its own")
+            raise KeelError(
+                f"{where}: phase {phase.name!r} trains streams only, but this arm has none; add streams or phases of its own"
+            )
 
 
 def _check_stream(where: str, fields: Mapping[str, Any]) -> None:
     kind = fields["type"]
     if kind not in STREAMS:
         raise KeelError(f"{where}.type: unknown stream {kind!r}; {suggest(str(kind), STREAMS)}")
-    _build(STREAMS[kind].config_class, {name: value for name, value in fields.items() if name != "type"}, where)
+    given = {name: value for name, value in fields.items() if name != "type"}
+    _refuse_unknown(STREAMS[kind].config_class, given, where)
+    with _naming(where):
+        build_config(STREAMS[kind].config_class, given, where)
 
 
 def _check_positions(recipe: Recipe, name: str) -> None:
     arm = recipe.arms[name]
-    given = dict(arm.positions or {})
-    if given.get("scheme") == "yarn" and given.get("factor") is None:
-        if arm.weights_of is None:
-            raise KeelError(f"arms.{name}.positions.factor: missing; without weights_of, yarn needs the factor to train with")
-        given = {"factor": 2.0, "original_length": 1, **given}  # the factor is set at each evaluated length
-    _build(Positions, given, f"arms.{name}.positions")
+    given = arm.positions or {}
+    if given.get("scheme") == "yarn" and given.get("factor") is None and arm.weights_of is None:
+        raise KeelError(
+            f"arms.{name}.positions.factor: missing; without weights_of, yarn needs the factor to train with"
+        )
+    where = f"arms.{name}.positions"
+    _refuse_unknown(Positions, given, where)
+    if arm.weights_of in (None, *recipe.arms):
+        with _naming(where):
+            recipe.positions_at(name, recipe.train_window(name))
 
 
 def _check_borrowed(recipe: Recipe, name: str) -> None:
@@ -491,31 +520,36 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
     lender = arm.weights_of
     where = f"arms.{name}.weights_of"
     if lender not in recipe.arms:
-        raise KeelError(f"{where}: no arm {lender!r}; {suggest(str(lender), [other for other in recipe.arms if other != name])}")
+        raise KeelError(
+            f"{where}: no arm {lender!r}; {suggest(str(lender), [other for other in recipe.arms if other != name])}"
+        )
     if recipe.arms[lender].weights_of is not None:
-        raise KeelError(f"{where}: {lender!r} has no weights of its own; name {recipe.arms[lender].weights_of!r}, which is trained")
+        raise KeelError(
+            f"{where}: {lender!r} has no weights of its own; name {recipe.arms[lender].weights_of!r}, which is trained"
+        )
     if arm.phases is not None:
         raise KeelError(f"arms.{name}.phases: an arm with weights_of is not trained; remove one of the two")
     if arm.streams:
-        raise KeelError(f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two")
+        raise KeelError(
+            f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two"
+        )
     if arm.positions is None:
         raise KeelError(f"arms.{name}: with weights_of and no positions it is {lender!r} again; add positions")
 
 
-def _build(cls: type[Config], given: Mapping[str, Any], where: str) -> Config:
-    """Build a configuration; a wrong value gets the path in front of the component's own message."""
-    known = {field for field in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+def _refuse_unknown(config_class: type, given: Mapping[str, Any], where: str) -> None:
+    known = [field.name for field in dataclasses.fields(config_class)]
     for field in given:
         if field not in known:
             raise KeelError(f"{where}.{field}: unknown field; {suggest(field, known)}")
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the path of a section in front of what its component says about its values."""
     try:
-        return build_config(cls, given, where)
+        yield
     except KeelError as error:
         raise KeelError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
     except TypeError as error:
         raise KeelError(f"{where}: a value of the wrong type ({error})") from error
-
-
-def total_tokens(phases: Iterable[Phase]) -> int:
-    """Return the number of training tokens that ``phases`` read, repeats included."""
-    return sum(phase.steps * phase.batch_size * phase.window for phase in phases)

@@ -36,7 +36,9 @@ def save_training_state(folder: Path, model: nn.Module, optimizer: torch.optim.O
     if not writes:
         return
     save_file(_without_aliases(weights), folder / _WEIGHTS)
-    save_file({key: value.contiguous() for key, value in moments.items() if isinstance(value, Tensor)}, folder / _OPTIMIZER)
+    save_file(
+        {key: value.contiguous() for key, value in moments.items() if isinstance(value, Tensor)}, folder / _OPTIMIZER
+    )
     settings = {key: value for key, value in moments.items() if not isinstance(value, Tensor)}
     (folder / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
 

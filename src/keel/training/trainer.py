@@ -143,7 +143,9 @@ class PhaseTrainer(Trainer):
             self._load_record(found[0])
             return self.record
         last_good = "no checkpoint was written yet" if found is None else f"the last good checkpoint is {found[0]}"
-        with one_line_on_full_disk(f"{self.settings.where}: stopped", f"free some space and run again with --resume; {last_good}"):
+        with one_line_on_full_disk(
+            f"{self.settings.where}: stopped", f"free some space and run again with --resume; {last_good}"
+        ):
             self.train(resume_from_checkpoint=None if found is None else str(found[0]))
         return self.record
 
@@ -367,7 +369,9 @@ class _Events(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give every process its own dropout; a resume restores the saved generators afterwards."""
         trainer = self.trainer
-        torch.manual_seed(((trainer.settings.seed * 1_000_003 + trainer.settings.first_step) * 4096 + args.process_index) % 2**63)
+        torch.manual_seed(
+            ((trainer.settings.seed * 1_000_003 + trainer.settings.first_step) * 4096 + args.process_index) % 2**63
+        )
         trainer._last_point, trainer._sums = state.global_step, {}
         trainer._tell("begin")
 

@@ -1,0 +1,194 @@
+"""Put what the finished units measured together into a `keel.results/1` file."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from keel.evaluation.extrapolation import token_scores
+from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
+from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
+from keel.experiment.unit import Evaluation, Plan, Unit, read_evaluation
+from keel.training import Recipe, TrainingReport, read_training_report
+
+_PACKAGES = ("keel", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+
+
+def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
+    """Return the results of all units that are finished; None where no arm has one.
+
+    An arm that lacks a seed has None in its place, and its interval comes from the seeds that are there. Arms are compared on the
+    seeds that both have.
+    """
+    evaluations = {
+        arm: {
+            seed: found for seed in recipe.seeds if (found := read_evaluation(Unit(arm, seed).folder(out))) is not None
+        }
+        for arm in recipe.arms
+    }
+    finished = {arm: by_seed for arm, by_seed in evaluations.items() if by_seed}
+    # An arm needs its lender's parameter counts, and the file wants the lender among the arms.
+    finished = {arm: found for arm, found in finished.items() if (recipe.arms[arm].weights_of or arm) in finished}
+    if not finished:
+        return None
+    statistics = Statistics(finished)
+    arms = {arm: _arm(recipe, arm, statistics, out) for arm in finished}
+    reference = recipe.reference
+    return Results(
+        recipe=recipe.name,
+        scale=recipe.scale,
+        title=recipe.title,
+        provenance=_provenance(recipe, plan, out),
+        arms=arms,
+        comparisons=statistics.comparisons(),
+        reference=None if reference is None else Reference(**reference.model_dump()),
+    )
+
+
+class Statistics:
+    """Metrics of every arm, each over the seeds that it has, and comparisons of every two arms over those that both have."""
+
+    def __init__(self, evaluations: Mapping[str, Mapping[int, Evaluation]]) -> None:
+        self.evaluations = evaluations
+        self._bootstraps: dict[tuple[int, int], Bootstrap] = {}
+
+    def metrics(self, arm: str, seeds: Sequence[int]) -> dict[str, Metric]:
+        """Return the metrics of ``arm``; ``seeds`` are those of the results file, in order."""
+        there = [seed for seed in seeds if seed in self.evaluations[arm]]
+        metrics = {}
+        for name, statistic in self._statistics(arm, there).items():
+            estimate = self._bootstrap(arm, there).estimate(statistic)
+            by_seed = dict(zip(there, estimate.values, strict=True))
+            metrics[name] = Metric(
+                values=[by_seed.get(seed) for seed in seeds],
+                mean=estimate.mean,
+                ci95=estimate.ci95,
+                unit=_unit(name),
+                higher_is_better=False,
+            )
+        return metrics
+
+    def comparisons(self) -> list[Comparison]:
+        """Return arm − baseline for every two arms, the earlier one being the baseline, in perplexity and growth."""
+        found = []
+        for baseline, arm in combinations(self.evaluations, 2):
+            seeds = [seed for seed in self.evaluations[arm] if seed in self.evaluations[baseline]]
+            if not seeds:
+                continue
+            ours, theirs = self._statistics(arm, seeds), self._statistics(baseline, seeds)
+            bootstrap = self._bootstrap(arm, seeds)
+            for metric in ours:
+                if not metric.startswith("bpb@"):
+                    difference = bootstrap.compare(ours[metric], theirs[metric])
+                    found.append(Comparison(metric=metric, arm=arm, baseline=baseline, **vars(difference)))
+        return found
+
+    def _statistics(self, arm: str, seeds: Sequence[int]) -> dict[str, Statistic]:
+        scores = token_scores([self.evaluations[arm][seed].extrapolation for seed in seeds])
+        lengths = sorted(scores)
+        return {
+            **{f"ppl@{length}": perplexity(scores[length]) for length in lengths},
+            **{f"bpb@{length}": bits_per_byte(scores[length]) for length in lengths},
+            **{f"growth@{length}": growth(scores[length], scores[lengths[0]]) for length in lengths[1:]},
+        }
+
+    def _bootstrap(self, arm: str, seeds: Sequence[int]) -> Bootstrap:
+        documents = len(self.evaluations[arm][seeds[0]].extrapolation.documents)
+        return self._bootstraps.setdefault((len(seeds), documents), Bootstrap(len(seeds), documents))
+
+
+def _unit(metric: str) -> str:
+    kind = metric.partition("@")[0]
+    return {"ppl": "perplexity per token", "bpb": "bits per byte", "growth": "ratio"}[kind]
+
+
+def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
+    lender = recipe.arms[arm].weights_of
+    reports = {seed: read_training_report(Unit(lender or arm, seed).folder(out)) for seed in recipe.seeds}
+    trained = [report for report in reports.values() if report is not None]
+    own = trained if lender is None else []
+    return Arm(
+        label=recipe.label_of(arm),
+        streams=list(recipe.streams_of(arm)),
+        weights_of=lender,
+        params_total=trained[0].params_total,
+        params_trainable=trained[0].params_trainable,
+        train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) if own else None,
+        peak_memory_bytes=max((report.peak_memory_bytes for report in own), default=None),
+        metrics=statistics.metrics(arm, recipe.seeds),
+        curves=_curves(recipe, arm, reports) if own else {},
+    )
+
+
+def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | None]) -> dict[str, Curve]:
+    points = {
+        seed: {p["tokens"]: p["nll"] for p in report.curve} for seed, report in reports.items() if report is not None
+    }
+    x = sorted({tokens for curve in points.values() for tokens in curve})
+    values = [[_exp(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]
+    label = f"validation perplexity at {recipe.train_window(arm)} tokens"
+    return {label: Curve(x_label="training tokens", x=x, values=values)}
+
+
+def _exp(nats: float | None) -> float | None:
+    return None if nats is None else math.exp(min(nats, 700.0))
+
+
+def _provenance(recipe: Recipe, plan: Plan, out: Path) -> Provenance:
+    return Provenance(
+        git=_git_commit(),
+        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        device=_device(recipe, out),
+        seeds=recipe.seeds,
+        started=datetime.datetime.fromisoformat(plan.started),
+        wall_s=plan.wall_s,
+    )
+
+
+def _device(recipe: Recipe, out: Path) -> str:
+    """What the arms were trained on, as the training reports say."""
+    found = {
+        f"{_processor(report.device)}, {report.processes} process{'es' * (report.processes > 1)} × {report.threads} "
+        f"thread{'s' * (report.threads > 1)}"
+        for arm in recipe.trained_arms()
+        for seed in recipe.seeds
+        if (report := read_training_report(Unit(arm, seed).folder(out))) is not None
+    }
+    return "; ".join(sorted(found))
+
+
+def _processor(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else device
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this package runs from, marked where files differ from it; None outside of one."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if not git("ls-files", "unit.py"):  # an installed copy may lie inside somebody else's repository
+        return None
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if commit and changed else commit

@@ -1,0 +1,285 @@
+"""Run all arms and seeds of a recipe, several at a time, each in a process of its own, and keep results.json up to date.
+
+Units are processes so that peak memory is an arm's own and several single-threaded units can share the cores, which for small
+models is faster than several threads in one. Under torchrun (``WORLD_SIZE`` > 1) they run one after the other in the processes that
+are there. A unit talks to the runner in lines of JSON on its standard output; its log is OUT/<arm>/seed<k>/log.txt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from keel.errors import KeelError, suggest
+from keel.evaluation.results import Results, write_results
+from keel.experiment.collect import collect
+from keel.experiment.display import Display
+from keel.experiment.unit import Plan, Unit, read_evaluation, read_plan, run_unit
+from keel.storage import write_atomically
+from keel.training import Recipe, load_recipe
+from keel.training.build import load_tokens, matched_widths
+
+_MOST_JOBS = 4
+_MAY_CHANGE = {"seeds", "title", "serves", "expected_minutes", "reference", "label"}
+
+
+def run_experiment(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    device: str | None = None,
+    seeds: Sequence[int] | None = None,
+    jobs: int | None = None,
+    only: Sequence[str] | None = None,
+) -> Results:
+    """Train every arm with every seed, evaluate all, and return what ``OUT/results.json`` then holds.
+
+    The file is written after every finished unit and is valid from the first one on.
+
+    Args:
+        out: a new or empty folder; with ``resume`` also one of an earlier call, whose finished units are kept.
+        device: ``cpu``, ``cuda`` or None for the fastest there is.
+        seeds: instead of the recipe's.
+        jobs: units at a time; None for one a core (at most 4) on a CPU and a host from scratch, else 1. On CPU each unit gets
+            an equal share of the cores as threads; the last bits of a result depend on that number.
+        only: arms to run (with those whose weights they use); None for all.
+    Raises: KeelError for a folder that holds another run, unknown arms, and whatever stops a unit.
+    """
+    if seeds is not None:
+        recipe = recipe.model_copy(update={"seeds": list(seeds)})
+    units = _units(recipe, only)
+    _check_folder(recipe, out, resume)
+    jobs = _jobs(recipe, device) if jobs is None else jobs
+    started = time.monotonic()
+    with full_disk_in_one_line(out):
+        plan = _prepare(recipe, out)
+        before = plan.wall_s
+
+        def publish() -> Results | None:
+            current = dataclasses.replace(plan, wall_s=before + time.monotonic() - started)
+            current.write(out)
+            results = collect(recipe, current, out)
+            if results is not None:
+                write_results(results, out / "results.json")
+            return results
+
+        todo = [unit for unit in units if read_evaluation(unit.folder(out)) is None]
+        with Display(recipe, out, done=len(units) - len(todo), total=len(units)) as display:
+            if _world_size() > 1:
+                _run_here(recipe, plan, todo, out, device, display, publish)
+            else:
+                _Pool(recipe, todo, out, device, min(jobs, max(1, len(todo))), display, publish).run()
+        results = publish() if _rank() == 0 else collect(recipe, plan, out)
+    if results is None:
+        raise KeelError(f"{out}: no arm was finished")
+    return results
+
+
+def _units(recipe: Recipe, only: Sequence[str] | None) -> list[Unit]:
+    """All units in the order of their start: seed by seed, arms with weights of their own first."""
+    chosen = list(recipe.arms if only is None else only)
+    for arm in chosen:
+        if arm not in recipe.arms:
+            raise KeelError(f"no arm {arm!r}; {suggest(arm, recipe.arms)}")
+    chosen += [lender for arm in chosen if (lender := recipe.arms[arm].weights_of) is not None]
+    ordered = sorted(
+        (arm for arm in recipe.arms if arm in chosen), key=lambda arm: recipe.arms[arm].weights_of is not None
+    )
+    return [Unit(arm, seed) for seed in recipe.seeds for arm in ordered]
+
+
+def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
+    path = out / "recipe.yaml"
+    if not path.is_file():
+        return
+    if not resume:
+        raise KeelError(f"{out} already holds a run; go on with --resume, or choose another folder with --out")
+    earlier = load_recipe(path)
+    changed = _difference(_kept(earlier.model_dump(mode="json")), _kept(recipe.model_dump(mode="json")), ())
+    if changed is not None:
+        where, before, now = changed
+        raise KeelError(
+            f"{out} was begun with {where} = {before!r}, now it is {now!r}; resume as it was begun, or choose another folder"
+        )
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _kept(entry) for key, entry in value.items() if key not in _MAY_CHANGE}
+    return [_kept(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any, Any] | None:
+    """The first place where two recipes differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(str(key), before.get(key), now.get(key)) for key in {**before, **now}]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(str(i), *values) for i, values in enumerate(zip(before, now, strict=True))]
+    else:
+        return None if before == now else (".".join(path), before, now)
+    found = (_difference(old, new, (*path, key)) for key, old, new in pairs)
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _prepare(recipe: Recipe, out: Path) -> Plan:
+    """Read the data once, settle what all units must agree on, and write it down."""
+    tokens = load_tokens(recipe)
+    plan = read_plan(out)
+    if plan is None:
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        widths = matched_widths(recipe, tokens.tokenizer)
+        plan = Plan(tokens=tokens.fingerprint, vocabulary=len(tokens.tokenizer), widths=widths, started=started)
+    elif plan.tokens != tokens.fingerprint:
+        raise KeelError(
+            f"{out}: the corpus or the tokenizer has changed since this run was begun; choose another folder"
+        )
+    if _rank() == 0:
+        plan.write(out)
+        write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
+    return plan
+
+
+def _run_here(
+    recipe: Recipe, plan: Plan, units: list[Unit], out: Path, device: str | None, display: Display, publish: Any
+) -> None:
+    """Run units one after the other in this process, which may be one of several."""
+    tokens = load_tokens(recipe)
+    for unit in units:
+        display.begin(unit)
+        run_unit(
+            recipe, plan, unit, out, tokens, device=device, progress=lambda event, unit=unit: display.show(unit, event)
+        )
+        if _rank() == 0:
+            publish()
+        display.finish(unit)
+
+
+class _Pool:
+    """Runs units as processes, at most ``jobs`` at a time; a unit that uses another's weights waits for it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        units: list[Unit],
+        out: Path,
+        device: str | None,
+        jobs: int,
+        display: Display,
+        publish: Any,
+    ) -> None:
+        self.recipe, self.waiting, self.out, self.device, self.jobs = recipe, list(units), out, device, jobs
+        self.display, self.publish = display, publish
+        self.running: dict[Unit, subprocess.Popen[str]] = {}
+        self.errors: dict[Unit, str] = {}
+        self.events: queue.SimpleQueue[tuple[Unit, dict[str, Any] | None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Run all units.  Raises: KeelError for the first that fails, after the others were stopped."""
+        try:
+            while self.waiting or self.running:
+                while len(self.running) < self.jobs and (unit := self._next()) is not None:
+                    self._start(unit)
+                unit, event = self.events.get()
+                if event is None:
+                    self._finish(unit)
+                elif event["event"] == "error":
+                    self.errors[unit] = event["message"]
+                else:
+                    self.display.show(unit, event)
+        finally:
+            self._stop_all()
+
+    def _next(self) -> Unit | None:
+        for unit in self.waiting:
+            lender = self.recipe.arms[unit.arm].weights_of
+            if lender is None or (
+                Unit(lender, unit.seed) not in self.waiting and Unit(lender, unit.seed) not in self.running
+            ):
+                self.waiting.remove(unit)
+                return unit
+        return None
+
+    def _start(self, unit: Unit) -> None:
+        folder = unit.folder(self.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        threads = max(1, _cores() // self.jobs)
+        words = [sys.executable, "-m", "keel.experiment", str(self.out), unit.arm, str(unit.seed)]
+        words += ["--threads", str(threads), *(["--device", self.device] if self.device else [])]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+        self.running[unit] = process
+        assert process.stdout is not None
+        threading.Thread(target=self._listen, args=(unit, process.stdout), daemon=True).start()
+        self.display.begin(unit)
+
+    def _listen(self, unit: Unit, lines: TextIO) -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and "event" in event:
+                    self.events.put((unit, event))
+        self.events.put((unit, None))
+
+    def _finish(self, unit: Unit) -> None:
+        code = self.running.pop(unit).wait()
+        log = unit.folder(self.out) / "log.txt"
+        if unit in self.errors:
+            raise KeelError(self.errors[unit])
+        if code != 0:
+            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            memory = "; was there too little memory? try fewer --jobs" if code == -signal.SIGKILL else ""
+            raise KeelError(
+                f"arm {unit.arm!r}, seed {unit.seed}: its process {reason}{memory}; see {log}, go on with --resume"
+            )
+        self.publish()
+        self.display.finish(unit)
+
+    def _stop_all(self) -> None:
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            process.wait()
+
+
+@contextlib.contextmanager
+def full_disk_in_one_line(out: Path) -> Iterator[None]:
+    """Turn a failure to write below ``out`` into a KeelError."""
+    try:
+        yield
+    except OSError as error:
+        raise KeelError(f"{out}: {error.strerror or error}; what was finished is kept, go on with --resume") from error
+
+
+def _jobs(recipe: Recipe, device: str | None) -> int:
+    on_gpu = device not in (None, "cpu") or (device is None and torch.cuda.is_available())
+    return 1 if on_gpu or "checkpoint" in recipe.host else min(_cores(), _MOST_JOBS)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
