@@ -1,0 +1,8 @@
+"""Reports: one offline HTML file, or a page of documentation, from results files."""
+
+from __future__ import annotations
+
+from keel.report.docs import write_docs_page
+from keel.report.page import write_report
+
+__all__ = ["write_docs_page", "write_report"]

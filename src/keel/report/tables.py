@@ -1,0 +1,247 @@
+"""The tables of a report, as plain data: the page and the documentation render the same ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from keel.evaluation.results import Arm, Comparison, Results
+from keel.report.findings import (
+    contrast,
+    label_of,
+    lengths_of,
+    mean_of,
+    ranking,
+    reference_value,
+    single_metrics,
+    tally,
+)
+from keel.report.text import family_title, interval, metric_phrase, number, probability, size_of, split_metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A value, its interval, a remark, and whether it is the best of its column or not decidedly apart from the best."""
+
+    text: str
+    interval: str = ""
+    remark: str = ""
+    best: bool = False
+    tied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row; `arm` names the arm of our own measurements, None for the paper's values."""
+
+    label: str
+    cells: list[Cell]
+    arm: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table whose first column holds the labels of the rows."""
+
+    title: str
+    note: str
+    corner: str
+    columns: list[str]
+    rows: list[Row] = field(default_factory=list)
+
+
+def family_table(results: Results, family: str) -> Table:
+    """Return arms × lengths for one family of metrics, the paper's values in rows of their own below each arm."""
+    lengths = lengths_of(results, family)
+    metrics = [f"{family}@{length}" for length in lengths]
+    title = family_title(family)
+    return Table(
+        title=f"{title[0].upper()}{title[1:]}",
+        note=_FAMILY_NOTES.get(family, ""),
+        corner="tokens",
+        columns=[f"{length:,}" for length in lengths],
+        rows=_metric_rows(results, metrics),
+    )
+
+
+def single_table(results: Results) -> Table | None:
+    """Return arms × metrics for the metrics that are not measured at lengths, None without any."""
+    metrics = single_metrics(results)
+    if not metrics:
+        return None
+    units = {name: arm.metrics[name].unit for arm in results.arms.values() for name in metrics if name in arm.metrics}
+    return Table(
+        title="Measurements",
+        note="",
+        corner="",
+        columns=[f"{metric_phrase(name)} ({units[name]})" if units[name] else metric_phrase(name) for name in metrics],
+        rows=_metric_rows(results, metrics),
+    )
+
+
+def cost_table(results: Results) -> Table:
+    """Return what every arm cost: parameters, training speed, peak memory."""
+    fastest = max((arm.train_tokens_per_s or 0.0 for arm in results.arms.values()), default=0.0)
+    rows = [
+        Row(label=arm.label, arm=name, cells=_cost_cells(results, arm, fastest)) for name, arm in results.arms.items()
+    ]
+    return Table(
+        title="Cost",
+        note="Speed and memory are of training; in brackets the share of the fastest arm.",
+        corner="",
+        columns=["parameters", "of them trained", "training tokens/s", "peak memory"],
+        rows=rows,
+    )
+
+
+def comparison_tables(results: Results) -> tuple[Table, Table]:
+    """Return pairs of arms × the metrics that matter most (shortest and greatest length), and × all other metrics."""
+    lengths = lengths_of(results, "ppl")
+    ends = {f"{family}@{length}" for family in ("ppl", "growth") for length in (lengths[:1] + lengths[-1:])}
+    metrics = list(dict.fromkeys(given.metric for given in results.comparisons))
+    first = [name for name in metrics if name in ends or split_metric(name) is None]
+    other = [name for name in metrics if name not in first]
+    return (
+        _comparison_table(results, "Paired comparisons", first),
+        _comparison_table(results, "Paired comparisons in all other metrics", other),
+    )
+
+
+def _comparison_table(results: Results, title: str, metrics: list[str]) -> Table:
+    by_pair: dict[tuple[str, str], dict[str, Comparison]] = {}
+    for given in results.comparisons:
+        by_pair.setdefault((given.arm, given.baseline), {})[given.metric] = given
+    rows = []
+    for (arm, baseline), found in by_pair.items():
+        if any(metric in found for metric in metrics):
+            cells = [_comparison_cell(results, found.get(metric)) for metric in metrics]
+            rows.append(Row(label=label_of(results, arm), cells=[Cell(text=label_of(results, baseline)), *cells]))
+    return Table(
+        title=title,
+        note="Difference arm − other arm on the same documents and seeds, its 95 % interval, and a two-sided p that is not "
+        "corrected for the number of comparisons. Bold where the arm is decidedly better.",
+        corner="arm",
+        columns=["against", *(metric_phrase(metric) for metric in metrics)],
+        rows=rows,
+    )
+
+
+def _comparison_cell(results: Results, given: Comparison | None) -> Cell:
+    if given is None:
+        return Cell(text="–")
+    result = contrast(results, given.metric, given.arm, given.baseline)
+    outcome = "undecided" if not result.decided else "better" if result.ahead else "worse"
+    return Cell(
+        text=number(given.difference, signed=True),
+        interval=interval(given.ci95, like=given.difference, signed=True),
+        remark=f"{outcome}, p = {probability(given.p)}" if given.p is not None else outcome,
+        best=outcome == "better",
+    )
+
+
+def against_table(results: Results, family: str = "ppl") -> Table | None:
+    """Return arms with a stream × arms without: at how many lengths better, undecided, worse. None without both."""
+    lengths = lengths_of(results, family)
+    streams = [name for name, arm in results.arms.items() if arm.streams]
+    peers = [name for name, arm in results.arms.items() if not arm.streams]
+    if len(lengths) < 2 or not streams or not peers:
+        return None
+    rows = []
+    for name in streams:
+        counts = [tally(results, family, name, peer) for peer in peers]
+        cells = [
+            Cell(text=f"{better} · {undecided} · {worse}", best=better == len(lengths))
+            for better, undecided, worse in counts
+        ]
+        rows.append(Row(label=label_of(results, name), arm=name, cells=cells))
+    return Table(
+        title="With a stream against without",
+        note=f"At how many of the {len(lengths)} lengths the arm has a lower perplexity · is undecided · has a higher one. "
+        "Decided by the paired difference, or by separate intervals where the file has no paired comparison.",
+        corner="",
+        columns=[label_of(results, peer) for peer in peers],
+        rows=rows,
+    )
+
+
+def beside_paper_table(results: Results, family: str = "ppl") -> Table | None:
+    """Return lengths × (ours, theirs) for the arms of the paper; None where no length is common."""
+    reference, lengths = results.reference, lengths_of(results, family)
+    names = [*results.arms, *(reference.values if reference else ())]
+    printed = {name: [_printed(results, name, f"{family}@{length}") for length in lengths] for name in names}
+    common = [name for name in printed if any(printed[name])]
+    if reference is None or not common:
+        return None
+    columns, rows = [], [Row(label=f"{length:,}", cells=[]) for length in lengths]
+    for name in common:
+        ours = name in results.arms
+        label = label_of(results, name) if ours else name
+        columns += [f"{label}, ours", f"{label}, theirs"] if ours else [f"{label}, theirs"]
+        for row, length, theirs in zip(rows, lengths, printed[name], strict=True):
+            row.cells.extend([_cell(results, name, f"{family}@{length}", [])] if ours else [])
+            row.cells.append(Cell(text=theirs))
+    return Table(
+        title=f"{family_title(family)[0].upper()}{family_title(family)[1:]}, ours beside theirs",
+        note=f"Theirs: {reference.paper}, {reference.table}. {reference.note}".strip(),
+        corner="tokens",
+        columns=columns,
+        rows=rows,
+    )
+
+
+_FAMILY_NOTES = {
+    "ppl": "Perplexity per token of the same text, read in blocks of so many tokens; lower is better.",
+    "bpb": "Bits per byte of the same text; lower is better, and comparable across tokenizers.",
+    "growth": "Perplexity relative to that at the shortest length; 1 means that length costs nothing.",
+}
+
+
+def _metric_rows(results: Results, metrics: list[str]) -> list[Row]:
+    orders = {metric: ranking(results, metric) for metric in metrics}
+    rows = []
+    for name, arm in results.arms.items():
+        if any(metric in arm.metrics for metric in metrics):
+            cells = [_cell(results, name, metric, orders[metric]) for metric in metrics]
+            rows.append(Row(label=arm.label, arm=name, cells=cells))
+        rows += _paper_row(results, name, "paper", metrics)
+    for name in results.reference.values if results.reference else ():
+        if name not in results.arms:
+            rows += _paper_row(results, name, f"{name} (paper only)", metrics)
+    return rows
+
+
+def _paper_row(results: Results, name: str, label: str, metrics: list[str]) -> list[Row]:
+    printed = [_printed(results, name, metric) for metric in metrics]
+    return [Row(label=label, cells=[Cell(text=text) for text in printed])] if any(printed) else []
+
+
+def _printed(results: Results, arm: str, metric: str) -> str:
+    value = reference_value(results, arm, metric)
+    return "" if value is None else number(value)
+
+
+def _cell(results: Results, name: str, metric: str, order: list[str]) -> Cell:
+    entry = results.arms[name].metrics.get(metric)
+    if entry is None or entry.mean is None:
+        return Cell(text="–")
+    finite = entry.ci95 is not None and all(math.isfinite(bound) for bound in entry.ci95)
+    best = bool(order) and mean_of(results.arms[order[0]], metric) == entry.mean
+    return Cell(
+        text=number(entry.mean),
+        interval=interval(entry.ci95, like=entry.mean) if finite else "",
+        best=best,
+        tied=bool(order) and not best and name in order and not contrast(results, metric, name, order[0]).decided,
+    )
+
+
+def _cost_cells(results: Results, arm: Arm, fastest: float) -> list[Cell]:
+    speed = "–" if arm.train_tokens_per_s is None else f"{arm.train_tokens_per_s:,.0f}"
+    share = "" if arm.train_tokens_per_s is None else f"({arm.train_tokens_per_s / fastest:.2f})"
+    if arm.weights_of is not None:
+        speed, share = f"weights of {label_of(results, arm.weights_of)}", ""
+    return [
+        Cell(text=f"{arm.params_total:,}"),
+        Cell(text=f"{arm.params_trainable:,}"),
+        Cell(text=speed, interval=share),
+        Cell(text=size_of(arm.peak_memory_bytes)),
+    ]
