@@ -47,7 +47,7 @@ class Drawing:
     """One figure of a report, ready for the page and for files.
 
     `wide` and `narrow` are inline SVG elements with colours as CSS variables; the wide one labels its lines, for the
-    narrow one `legend` holds (arm, text). `alt` says in words what is seen.
+    narrow one `legend` holds (arm, label, last value). `alt` says in words what is seen.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Drawing:
     alt: str
     wide: str
     narrow: str
-    legend: list[tuple[str, str]]
+    legend: list[tuple[str, str, str]]
     file_svg: str
     png: bytes
 
@@ -114,7 +114,7 @@ def render(
     caption: str,
     alt: str,
     prefix: str,
-    legend: list[tuple[str, str]],
+    legend: list[tuple[str, str, str]],
 ) -> Drawing:
     """Draw both widths as SVG with CSS variables, and the wide one as PNG in light colours."""
     variables = {key: f"#0b0b{index:02x}" for index, key in enumerate(LIGHT)}
@@ -160,9 +160,10 @@ def _figure(
 ) -> Figure:
     width = 3.6 if narrow else 7.6
     figure = Figure(figsize=(width, height), facecolor="none")
-    names = 0.02 if narrow else min(0.3, (label_width * 0.66 * 8.5 + 18) / 72 / width)
+    names = (0.02 if labels_left else 0.05) if narrow else min(0.3, (label_width * 0.66 * 8.5 + 18) / 72 / width)
     left, right = (names, 1 - 0.62 / width) if labels_left else (0.58 / width, 1 - names)
-    axes = figure.add_axes((left, 0.52 / height, right - left, 1 - 0.62 / height))
+    bottom = 0.3 if labels_left else 0.52
+    axes = figure.add_axes((left, bottom / height, right - left, 1 - (bottom + 0.1) / height))
     canvas = Canvas(axes=axes, palette=palette, narrow=narrow)
     axes.set_facecolor("none")
     axes.grid(visible=True, color=palette["rule"], linewidth=0.6)

@@ -143,7 +143,7 @@ def _finish(
         alt=f"{title}. Last values: {ends}",
         label_width=max(len(_clip(line.label)) for line in lines),
         labels_left=False,
-        legend=[(line.arm, f"{line.label} {number(_last(line))}") for line in lines],
+        legend=[(line.arm, line.label, number(_last(line))) for line in lines],
         **rest,
     )
 
@@ -198,7 +198,7 @@ def _paint_lines(canvas: Canvas, results: Results, lines: list[_Line], *, y_labe
     for line in lines:
         look = looks[line.arm]
         colour = canvas.palette[look.series]
-        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.14, linewidth=0, zorder=2)
+        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.11, linewidth=0, zorder=2)
         axes.plot(
             line.x,
             line.y,
@@ -220,7 +220,8 @@ def _paint_lines(canvas: Canvas, results: Results, lines: list[_Line], *, y_labe
 def _limits(lines: list[_Line], most: float) -> tuple[float, float]:
     """Return the lowest and the highest value to show.
 
-    Arms that end far above the others are left out of account, and nothing is shown beyond `most` times the lowest mean.
+    Arms that end far above the others are left out of account, and nothing is shown beyond `most` times the lowest
+    mean.
     """
     best = min(_last(line) for line in lines)
     usual = [line for line in lines if best <= 0 or _last(line) <= best * _OUTLIER]
@@ -343,11 +344,22 @@ def _paint_dots(canvas: Canvas, results: Results, metric: str, order: list[str],
     labels = [_clip(results.arms[name].label) for name in order]
     axes.set_yticks(range(len(order)), [""] * len(order) if canvas.narrow else labels)
     for row, label in enumerate(labels if canvas.narrow else ()):
-        axes.annotate(
-            label, xy=(0, row - 0.22), xycoords=("axes fraction", "data"), color=canvas.palette["ink"], fontsize=8
-        )
+        _paint_row_name(canvas, label, row)
     axes.set_ylim(len(order) - 0.5, -0.75 if canvas.narrow else -0.5)
     axes.grid(axis="y", visible=False)
+
+
+def _paint_row_name(canvas: Canvas, label: str, row: int) -> None:
+    """Write a name above its row, on a patch of paper that keeps grid lines out of the letters."""
+    canvas.axes.annotate(
+        label,
+        xy=(0.005, row - 0.22),
+        xycoords=("axes fraction", "data"),
+        color=canvas.palette["ink"],
+        fontsize=canvas.font_size,
+        bbox={"facecolor": canvas.palette["paper"], "edgecolor": "none", "pad": 1.0},
+        zorder=2,
+    )
 
 
 def _clip(label: str) -> str:

@@ -259,8 +259,8 @@ def _length_sentences(results: Results, arm: str) -> list[str]:
         relation = "not decidedly apart from" if not result.decided else "below" if result.ahead else "above"
         sentences.append(
             f"At {lengths[0]:,} tokens, the shortest length, {label_of(results, with_stream[0])} "
-            f"({measured(results, with_stream[0], near)}) is {relation} {label_of(results, without[0])}, the best without "
-            f"a stream ({measured(results, without[0], near)}; {evidence(result)})."
+            f"({measured(results, with_stream[0], near)}) is {relation} {label_of(results, without[0])}, the best "
+            f"without a stream ({measured(results, without[0], near)}; {evidence(result)})."
         )
     return sentences
 

@@ -21,7 +21,7 @@ from keel.report.text import family_title, interval, metric_phrase, number, prob
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A value, its interval, a remark, and whether it is the best of its column or not decidedly apart from the best."""
+    """A value, its interval, a remark, and whether it is best, or not decidedly apart from the best, of its column."""
 
     text: str
     interval: str = ""
@@ -118,8 +118,8 @@ def _comparison_table(results: Results, title: str, metrics: list[str]) -> Table
             rows.append(Row(label=label_of(results, arm), cells=[Cell(text=label_of(results, baseline)), *cells]))
     return Table(
         title=title,
-        note="Difference arm − other arm on the same documents and seeds, its 95 % interval, and a two-sided p that is not "
-        "corrected for the number of comparisons. Bold where the arm is decidedly better.",
+        note="Difference arm − other arm on the same documents and seeds, its 95 % interval, and a two-sided p that is "
+        "not corrected for the number of comparisons. Bold where the arm is decidedly better.",
         corner="arm",
         columns=["against", *(metric_phrase(metric) for metric in metrics)],
         rows=rows,
@@ -156,8 +156,8 @@ def against_table(results: Results, family: str = "ppl") -> Table | None:
         rows.append(Row(label=label_of(results, name), arm=name, cells=cells))
     return Table(
         title="With a stream against without",
-        note=f"At how many of the {len(lengths)} lengths the arm has a lower perplexity · is undecided · has a higher one. "
-        "Decided by the paired difference, or by separate intervals where the file has no paired comparison.",
+        note=f"At how many of the {len(lengths)} lengths the arm has a lower perplexity · is undecided · has a higher "
+        "one. Decided by the paired difference, or by separate intervals where the file has no paired comparison.",
         corner="",
         columns=[label_of(results, peer) for peer in peers],
         rows=rows,
