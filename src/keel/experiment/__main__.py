@@ -1,6 +1,7 @@
 """The process of one unit: ``python -m keel.experiment OUT ARM SEED``. ``keel run`` starts these; people do not.
 
-It says what happens in lines of JSON on standard output. It ends when standard input does, so that it never outlives its runner.
+It says what happens in lines of JSON on standard output. It ends when standard input does, so that it never outlives
+its runner.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _PACKAGES = ("keel", "torch", "transformers", "accelerate", "tokenizers", "numpy
 def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
     """Return the results of all units that are finished; None where no arm has one.
 
-    An arm that lacks a seed has None in its place, and its interval comes from the seeds that are there. Arms are compared on the
-    seeds that both have.
+    An arm that lacks a seed has None in its place, and its interval comes from the seeds that are there. Arms are
+    compared on the seeds that both have.
     """
     evaluations = {
         arm: {
@@ -54,7 +54,7 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
 
 
 class Statistics:
-    """Metrics of every arm, each over the seeds that it has, and comparisons of every two arms over those that both have."""
+    """Metrics of every arm over the seeds that it has, and comparisons of every two arms over those that both have."""
 
     def __init__(self, evaluations: Mapping[str, Mapping[int, Evaluation]]) -> None:
         self.evaluations = evaluations
@@ -177,7 +177,7 @@ def _processor(device: str) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, marked where files differ from it; None outside of one."""
+    """The commit of the checkout that this package runs from, marked where files differ; None outside of one."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Run all arms and seeds of a recipe, several at a time, each in a process of its own, and keep results.json up to date.
+"""Run all arms and seeds of a recipe, several at a time, a process each, and keep results.json up to date.
 
-Units are processes so that peak memory is an arm's own and several single-threaded units can share the cores, which for small
-models is faster than several threads in one. Under torchrun (``WORLD_SIZE`` > 1) they run one after the other in the processes that
-are there. A unit talks to the runner in lines of JSON on its standard output; its log is OUT/<arm>/seed<k>/log.txt.
+Units are processes so that peak memory is an arm's own and several single-threaded units can share the cores, which
+for small models is faster than several threads in one. Under torchrun (``WORLD_SIZE`` > 1) they run one after the
+other in the processes that are there. A unit talks to the runner in lines of JSON on its standard output; its log is
+OUT/<arm>/seed<k>/log.txt.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import queue
@@ -55,8 +57,8 @@ def run_experiment(
         out: a new or empty folder; with ``resume`` also one of an earlier call, whose finished units are kept.
         device: ``cpu``, ``cuda`` or None for the fastest there is.
         seeds: instead of the recipe's.
-        jobs: units at a time; None for one a core (at most 4) on a CPU and a host from scratch, else 1. On CPU each unit gets
-            an equal share of the cores as threads; the last bits of a result depend on that number.
+        jobs: units at a time; None for one a core (at most 4) on a CPU and a host from scratch, else 1. On CPU each
+            unit gets an equal share of the cores as threads; the last bits of a result depend on that number.
         only: arms to run (with those whose weights they use); None for all.
     Raises: KeelError for a folder that holds another run, unknown arms, and whatever stops a unit.
     """
@@ -114,7 +116,7 @@ def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
     if changed is not None:
         where, before, now = changed
         raise KeelError(
-            f"{out} was begun with {where} = {before!r}, now it is {now!r}; resume as it was begun, or choose another folder"
+            f"{out} was begun with {where} = {before!r}, now it is {now!r}; resume as begun, or choose another --out"
         )
 
 
@@ -161,9 +163,7 @@ def _run_here(
     tokens = load_tokens(recipe)
     for unit in units:
         display.begin(unit)
-        run_unit(
-            recipe, plan, unit, out, tokens, device=device, progress=lambda event, unit=unit: display.show(unit, event)
-        )
+        run_unit(recipe, plan, unit, out, tokens, device=device, progress=functools.partial(display.show, unit))
         if _rank() == 0:
             publish()
         display.finish(unit)

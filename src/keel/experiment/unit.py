@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -85,7 +84,10 @@ class Evaluation:
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """Return what was measured on a unit, None where it is not finished.  Raises: KeelError when the file is damaged."""
+    """Return what was measured on a unit, None where it is not finished.
+
+    Raises: KeelError when the file is damaged.
+    """
     path = folder / "evaluation.json"
     if not path.is_file():
         return None

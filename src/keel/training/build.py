@@ -1,4 +1,4 @@
-"""From a recipe to data and models: the corpus as tokens, a seeded model of an arm, and hosts widened to equal parameter counts."""
+"""From a recipe to data and models: the corpus as tokens, a seeded model of an arm, hosts of equal parameter counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from keel.training.recipe import Recipe
 
 
 def load_tokens(recipe: Recipe) -> TokenCorpus:
-    """Read the corpus of a recipe and return it as tokens; both are cached by content.  Raises: KeelError for bad text."""
+    """Read the corpus of a recipe and return it as tokens; both are cached by content.
+
+    Raises: KeelError for bad text.
+    """
     corpus = load_corpus(recipe.data.corpus_config())
     wanted = recipe.data.tokenizer
     tokenizer = load_tokenizer(wanted.pretrained) if wanted.pretrained else train_bpe(corpus, wanted.bpe or 0)
@@ -76,8 +79,8 @@ def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:
     rows = host.get_input_embeddings().num_embeddings
     if vocabulary > rows:
         raise KeelError(
-            f"host.checkpoint {name!r} has {rows} embeddings, the tokenizer {vocabulary} entries; set data.tokenizer.pretrained "
-            "to the checkpoint's own"
+            f"host.checkpoint {name!r} has {rows} embeddings, the tokenizer {vocabulary} entries; set "
+            "data.tokenizer.pretrained to the checkpoint's own"
         )
     return host
 

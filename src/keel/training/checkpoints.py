@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent: written under a temporary name, listed in a manifest with checksums, renamed at the end.
+"""Checkpoints that are whole or absent: written under a temporary name, with checksums, and renamed at the end.
 
-A folder ``checkpoint-<step>`` without a manifest that agrees with every file in it is never read. Tensors are safetensors, all else
-JSON; nothing here is pickled or unpickled.
+A folder ``checkpoint-<step>`` without a manifest that agrees with every file in it is never read. Tensors are
+safetensors, all else JSON; nothing here is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_checkpoint(folder: Path, step: int) -> Path:
 
 
 def close_checkpoint(temporary: Path, step: int, about: Mapping[str, Any], keep: int) -> Path:
-    """Write the manifest, flush everything to the disk, give the folder its name and remove all but the newest ``keep``."""
+    """Write the manifest, flush all to the disk, give the folder its name and remove all but the newest ``keep``."""
     files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
     (temporary / MANIFEST).write_text(json.dumps({"step": step, **about, "files": files}, indent=1), encoding="utf-8")
     flush_folder(temporary)

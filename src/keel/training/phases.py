@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import Dataset, Subset
 
 from keel.data import SlidingWindows, TokenCorpus, TokenStream
 from keel.errors import KeelError
@@ -79,11 +79,12 @@ def train(
 
     Args:
         model: untrained, made from ``seed``; trained in place (under FSDP it ends sharded: read it from the folder).
-        resume: go on from the newest whole checkpoint of an earlier call with the same arguments; on CPU with the same number of
-            threads the weights end bitwise as if it had never stopped.
+        resume: go on from the newest whole checkpoint of an earlier call with the same arguments; on CPU with the
+            same number of threads the weights end bitwise as if it had never stopped.
         device: ``cpu``, or None for the fastest there is.
         progress: called on the first process with what just happened.
-    Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than the text.
+    Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
+    the text.
     """
     first_step, records = 0, []
     for index, phase in enumerate(phases):
@@ -116,7 +117,10 @@ def train(
 
 
 def read_training_report(folder: Path) -> TrainingReport | None:
-    """Return the report of a finished training in ``folder``, None where there is none.  Raises: KeelError when it is damaged."""
+    """Return the report of a finished training in ``folder``, None where there is none.
+
+    Raises: KeelError when it is damaged.
+    """
     path = folder / "training.json"
     if not path.is_file():
         return None
@@ -154,16 +158,16 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _windows(tokens: TokenCorpus, phase: Phase) -> tuple[SlidingWindows, Dataset[Any]]:
+def _windows(tokens: TokenCorpus, phase: Phase) -> tuple[SlidingWindows, list[dict[str, Tensor]]]:
     train = SlidingWindows(tokens.train, phase.window, phase.window_stride)
     return train, validation_windows(tokens.valid, phase.window)
 
 
-def validation_windows(stream: TokenStream, length: int) -> Dataset[Any]:
+def validation_windows(stream: TokenStream, length: int) -> list[dict[str, Tensor]]:
     """Return up to ``VALIDATION_WINDOWS`` windows, spread evenly over the stream and not overlapping."""
     windows = SlidingWindows(stream, length, length)
     count = min(VALIDATION_WINDOWS, len(windows))
-    return Subset(windows, [index * len(windows) // count for index in range(count)])
+    return [windows[index * len(windows) // count] for index in range(count)]
 
 
 def _report(

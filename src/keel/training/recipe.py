@@ -1,10 +1,12 @@
 """A recipe: arms × seeds × phases over one corpus, read from YAML and checked before anything runs.
 
-A recipe file holds the base values and, under ``scales``, what each scale changes (``tiny`` for tests, ``small`` for this machine,
-``paper`` for the paper's sizes). ``load_recipe`` merges one scale and the caller's overrides into it and returns a ``Recipe``, in
-which every field is known, every name refers to something and nothing contradicts anything else.
+A recipe file holds the base values and, under ``scales``, what each scale changes (``tiny`` for tests, ``small`` for
+this machine, ``paper`` for the paper's sizes). ``load_recipe`` merges one scale and the caller's overrides into it
+and returns a ``Recipe``, in which every field is known, every name refers to something and nothing contradicts
+anything else.
 
-Merging: mappings merge key by key, lists of named entries (``phases``) merge by name, all else is replaced; ``null`` removes a key.
+Merging: mappings merge key by key, lists of named entries (``phases``) merge by name, all else is replaced; ``null``
+removes a key.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -53,7 +55,7 @@ class Section(BaseModel):
 
 
 class Tokenizer(Section):
-    """``bpe``: train a byte-level BPE of this many entries on the training text; ``pretrained``: take an existing tokenizer."""
+    """``bpe``: train a byte-level BPE of this many entries; ``pretrained``: take that of this name or folder."""
 
     bpe: Annotated[int, Field(ge=258)] | None = None
     pretrained: str | None = None
@@ -80,7 +82,8 @@ class Arm(Section):
     """One competitor.
 
     ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
-    ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other positions.
+    ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
+    positions.
     """
 
     label: str | None = None
@@ -148,7 +151,7 @@ Arm.model_rebuild()
 
 
 class Extrapolation(Section):
-    """Perplexity and bits per byte of the same tokens at several lengths; the first length is what growth is measured from.
+    """Perplexity and bits per byte of the same tokens at several lengths; growth is measured from the first.
 
     Attributes:
         lengths: context lengths in tokens, ascending.
@@ -224,7 +227,8 @@ class Recipe(Section):
     def positions_at(self, arm: str, length: int) -> Positions | None:
         """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.
 
-        For yarn, ``original_length`` is by default the training window and ``factor`` the ratio of ``length`` to it, at least 1.
+        For yarn, ``original_length`` is by default the training window and ``factor`` the ratio of ``length`` to it,
+        at least 1.
         """
         given = self.arms[arm].positions
         if given is None:
@@ -330,7 +334,7 @@ def _merge_named(base: list[dict[str, Any]], changes: list[dict[str, Any]]) -> l
     return list(by_name.values())
 
 
-def _all_named(value: Any) -> bool:
+def _all_named(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return (
         isinstance(value, list)
         and bool(value)
@@ -428,7 +432,7 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse what single fields cannot see: unknown names inside open sections, and fields that contradict each other."""
+    """Refuse what single fields cannot see: unknown names inside open sections, fields that contradict each other."""
     _refuse_unknown(CorpusConfig, recipe.data.corpus, "data.corpus")
     with _naming("data.corpus"):
         recipe.data.corpus_config()
@@ -487,7 +491,7 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     for phase in recipe.phases_of(name):
         if phase.trainable == "streams" and not arm.streams:
             raise KeelError(
-                f"{where}: phase {phase.name!r} trains streams only, but this arm has none; add streams or phases of its own"
+                f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 
 def cosine_with_warmup(step: int, *, warmup_steps: int, steps: int) -> float:
-    """Return the factor on the learning rate at ``step`` (from 0): linear up to 1, then a cosine down to 0 at ``steps``."""
+    """Return the learning rate's factor at ``step`` (from 0): linear to 1, then a cosine down to 0 at ``steps``."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
@@ -24,8 +24,9 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, steps: int) -> float:
 class BatchPlan:
     """Which windows each optimizer step sees, on each process and in each micro-batch.
 
-    Step k reads entries [k·batch_size, (k+1)·batch_size) of an endless sequence of shuffled passes over all windows. Their order
-    depends on ``seed`` alone, so one process, several, and accumulation see the same windows in the same step.
+    Step k reads entries [k·batch_size, (k+1)·batch_size) of an endless sequence of shuffled passes over all windows.
+    Their order depends on ``seed`` alone, so one process, several, and accumulation see the same windows in the same
+    step.
 
     Attributes:
         num_windows: windows in the training text.

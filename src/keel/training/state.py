@@ -1,13 +1,15 @@
 """What an exact resume needs besides the data order: weights, optimizer, random generators; as safetensors and JSON.
 
-Tensors are named by parameter, so that the same files serve one process, DDP and FSDP2: ``torch.distributed.checkpoint`` gathers a
-sharded model to whole tensors on the first process and shards them again on load.
+Tensors are named by parameter, so that the same files serve one process, DDP and FSDP2:
+``torch.distributed.checkpoint`` gathers a sharded model to whole tensors on the first process and shards them again
+on load.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ _WEIGHTS, _OPTIMIZER, _SETTINGS = "weights.safetensors", "optimizer.safetensors"
 def save_training_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, writes: bool) -> None:
     """Write weights and optimizer; every process takes part in the gathering, the one with ``writes`` writes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    weights = get_model_state_dict(model, options=options)
-    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    weights = _tensors(get_model_state_dict(model, options=options))
+    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     if not writes:
         return
     save_file(_without_aliases(weights), folder / _WEIGHTS)
@@ -46,7 +48,7 @@ def save_training_state(folder: Path, model: nn.Module, optimizer: torch.optim.O
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load the weights of a checkpoint into ``model``.  Raises: KeelError when they are another model's."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    wanted = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    wanted = _tensors(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
     given = load_file(folder / _WEIGHTS)
     aliases = _aliases(wanted)
     complete = {name: given[aliases.get(name, name)] for name in wanted if aliases.get(name, name) in given}
@@ -54,10 +56,10 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     wrong = [name for name in complete if complete[name].shape != wanted[name].shape]
     if missing or extra or wrong:
         raise KeelError(
-            f"{folder}: the weights are another model's ({len(missing)} missing, {len(extra)} unexpected, {len(wrong)} of another "
-            f"shape, first {[*missing, *extra, *wrong][0]!r}); resume with the recipe that wrote them, or use another folder"
+            f"{folder}: the weights are another model's ({len(missing)} missing, {len(extra)} unexpected, {len(wrong)} "
+            f"of another shape, first {[*missing, *extra, *wrong][0]!r}); resume with the recipe that wrote them"
         )
-    set_model_state_dict(model, complete, options=options)
+    set_model_state_dict(model, dict(complete), options=options)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -92,6 +94,10 @@ def load_random_state(folder: Path, rank: int) -> None:
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
 
 
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def _aliases(weights: dict[str, Tensor]) -> dict[str, str]:
     """Names whose tensor is that of an earlier name (tied embeddings), with that name."""
     first: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -103,7 +109,7 @@ def _aliases(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _pointer(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size())
 
 
 def _without_aliases(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 What is ours, and why:
 
-- the loss: cross-entropy and auxiliary losses are divided by counts over all micro-batches and processes, label smoothing included,
-  so that accumulation and data parallelism change nothing but rounding;
+- the loss: cross-entropy and auxiliary losses are divided by counts over all micro-batches and processes, label
+  smoothing included, so that accumulation and data parallelism change nothing but rounding;
 - the data order: a function of seed and step (``BatchPlan``), so that a resume reads on where it stopped;
 - checkpoints: atomic, verified, unpickled (``checkpoints``, ``state``);
 - a loss or gradient that is not finite stops the run before the optimizer steps.
@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,11 @@ class PhaseRecord:
     """What a phase measured so far; saved with every checkpoint.
 
     Attributes:
-        curve: points of {"step", "tokens", "nll"}: training tokens of this phase so far and validation loss in nats a token.
+        curve: points of {"step", "tokens", "nll"}: training tokens of this phase so far and validation loss in nats a
+            token.
         log: points of {"step", "loss", named losses, "learning_rate", "grad_norm"}, averaged since the previous point.
-        seconds, tokens: time inside training steps, and the tokens trained on in it; validation and checkpoints are left out.
+        seconds, tokens: time inside training steps, and the tokens trained on in it; validation and checkpoints are
+            left out.
         peak_memory_bytes: largest seen; on CPU of the whole process.
     """
 
@@ -106,11 +108,15 @@ class PhaseTrainer(Trainer):
     Raises: KeelError for a batch that the processes cannot share evenly.
     """
 
-    def __init__(self, model: nn.Module, train: Dataset[Any], valid: Dataset[Any], settings: PhaseSettings) -> None:
+    def __init__(
+        self, model: nn.Module, train: Dataset[Any], valid: Sequence[dict[str, Tensor]], settings: PhaseSettings
+    ) -> None:
         self.settings, self.phase, self.record = settings, settings.phase, PhaseRecord()
-        self.valid = valid
+        self.valid_windows = valid
         self._sums: dict[str, Tensor] = {}
         self._num_tokens: Tensor | int = 1
+        self._last_point = 0
+        self.lr_scheduler: Any = None
         super().__init__(
             model=model, args=_arguments(settings), train_dataset=train, callbacks=[_Events(self)], data_collator=_stack
         )
@@ -123,11 +129,11 @@ class PhaseTrainer(Trainer):
         ways = self.phase.accumulation * self.args.world_size
         if self.phase.batch_size % ways:
             raise KeelError(
-                f"{settings.where}: batch_size {self.phase.batch_size} cannot be shared by {self.args.world_size} processes with "
-                f"accumulation {self.phase.accumulation}; use a multiple of {ways}"
+                f"{settings.where}: batch_size {self.phase.batch_size} cannot be shared by {self.args.world_size} "
+                f"processes with accumulation {self.phase.accumulation}; use a multiple of {ways}"
             )
 
-    # -- running --------------------------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, *, resume: bool) -> PhaseRecord:
         """Train to the end of the phase, from the newest whole checkpoint where ``resume`` finds one.
@@ -153,8 +159,8 @@ class PhaseTrainer(Trainer):
         for name, value in self._about().items():
             if manifest.get(name) != value:
                 raise KeelError(
-                    f"{folder}: written with {name} {manifest.get(name)!r}, this run has {value!r}; resume as it was begun, or "
-                    "use another output folder"
+                    f"{folder}: written with {name} {manifest.get(name)!r}, this run has {value!r}; resume as it was "
+                    "begun, or use another output folder"
                 )
 
     def _about(self) -> dict[str, Any]:
@@ -166,7 +172,7 @@ class PhaseTrainer(Trainer):
             "processes": self.args.world_size,
         }
 
-    # -- data -----------------------------------------------------------------------------------------------------------
+    # -- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this process's micro-batches, the whole phase as one pass."""
@@ -187,7 +193,7 @@ class PhaseTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """Return a step's micro-batches and its label tokens over all processes; keep the attended tokens for the losses."""
+        """Return a step's micro-batches and its label tokens over all processes; keep the count of attended tokens."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         # The model shifts: the first label of a window is no target.
         items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
@@ -198,7 +204,7 @@ class PhaseTrainer(Trainer):
         self._num_tokens = counts[1]
         return batches, counts[0]
 
-    # -- loss -----------------------------------------------------------------------------------------------------------
+    # -- loss ---------------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,
@@ -209,7 +215,8 @@ class PhaseTrainer(Trainer):
     ) -> Any:
         """Return the share of this micro-batch and process in the loss of the whole step.
 
-        The shares of all micro-batches and processes add up to: mean cross-entropy (smoothed as the phase says) + named losses.
+        The shares of all micro-batches and processes add up to: mean cross-entropy (smoothed as the phase says) +
+        named losses.
         """
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_tokens_in_batch=self._num_tokens)
         loss = outputs.loss
@@ -218,6 +225,7 @@ class PhaseTrainer(Trainer):
         for name, value in named.items():
             self._add(name, value)
         if self.phase.label_smoothing:
+            assert num_items_in_batch is not None
             extra = smoothing_sum(outputs.logits, inputs["labels"]) / num_items_in_batch
             loss = loss + self.phase.label_smoothing * extra
         # Data-parallel gradients are averaged over processes; these are shares of a sum.
@@ -241,8 +249,6 @@ class PhaseTrainer(Trainer):
             self._tell("log", loss=logs["loss"])
         super().log(logs, start_time)
 
-    _last_point = 0
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm; stop here, before the optimizer steps, when it or the loss is not finite."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -256,13 +262,13 @@ class PhaseTrainer(Trainer):
         if not bool(finite):
             kept = newest_checkpoint(self.settings.folder)
             raise KeelError(
-                f"{self.settings.where}: the loss or its gradient is not finite at step {self.state.global_step + 1}; lower the "
-                f"learning rate (now {self.phase.learning_rate:g}) or clip; "
+                f"{self.settings.where}: the loss or its gradient is not finite at step {self.state.global_step + 1}; "
+                f"lower the learning rate (now {self.phase.learning_rate:g}) or clip; "
                 + (f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet")
             )
         return norm
 
-    # -- optimizer ------------------------------------------------------------------------------------------------------
+    # -- optimizer ----------------------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         """Make the warm-up and cosine schedule of the phase."""
@@ -272,7 +278,7 @@ class PhaseTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         step, writes = self.state.global_step, self.is_world_process_zero()
@@ -326,14 +332,14 @@ class PhaseTrainer(Trainer):
         if self.args.world_size > 1:
             dist.barrier()
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validation_nll(self) -> float:
         """Return the loss on the validation windows, nats a token; every process computes all of it, so all agree."""
         self.model.eval()
         total, count = 0.0, 0
-        windows = [self.valid[index] for index in range(len(self.valid))]
+        windows = list(self.valid_windows)
         for start in range(0, len(windows), VALIDATION_BATCH):
             batch = self._prepare_inputs(_stack(windows[start : start + VALIDATION_BATCH]))
             targets = batch["labels"][:, 1:].ne(-100).sum()
@@ -401,8 +407,9 @@ class _Events(TrainerCallback):
 def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     """Return what label smoothing adds to the summed cross-entropy, per unit of smoothing.
 
-    With a share e of every target spread over V entries the loss of a token is (1 - e)·(lse - z_y) + e·(lse - mean z), which is its
-    cross-entropy plus e·(z_y - mean z). ``labels_BT`` are those of the inputs, as the model takes them: position t predicts t + 1.
+    With a share e of every target spread over V entries the loss of a token is (1 - e)·(lse - z_y) + e·(lse - mean
+    z), which is its cross-entropy plus e·(z_y - mean z). ``labels_BT`` are those of the inputs, as the model takes
+    them: position t predicts t + 1.
 
     Returns: a scalar, float32; labels of -100 count nothing.
     Reference twin: ``torch.nn.functional.cross_entropy(label_smoothing=...)``.
