@@ -23,8 +23,9 @@ export PIP_NO_INPUT := 1
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
+# A demo that was stopped goes on; one that is finished shows its verdict again.
 demo: $(VENV)/.installed  ## train and compare the demo's arms on real text, write the report
-	@$(BIN)/keel run recipes/demo.yaml --out $(RUNS)/demo
+	@$(BIN)/keel run recipes/demo.yaml --out $(RUNS)/demo $(if $(wildcard $(RUNS)/demo/recipe.yaml),--resume)
 
 test: $(VENV)/.installed-dev  ## run all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)

@@ -31,6 +31,7 @@ import keel
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 FIRST_SCREEN_LINES = 60
+SHELL = {"shell", "sh", "bash", "console"}
 BLOCK = re.compile(
     r"^(?:<!-- *(?P<mark>test|output) *-->[ \t]*\n+)?```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```", re.M | re.S
 )
@@ -126,9 +127,7 @@ def blocks(readme: str) -> list[Block]:
 
 def test_the_first_screen_has_both_commands_and_a_tested_snippet_with_its_output(blocks: list[Block]) -> None:
     first = [block for block in blocks if block.line <= FIRST_SCREEN_LINES]
-    commands = [
-        words for block in first if block.language in {"sh", "bash", "console"} for words in commands_of(block.text)
-    ]
+    commands = [words for block in first if block.language in SHELL for words in commands_of(block.text)]
     assert ["make", "demo"] in commands and ["make", "test"] in commands
     assert [b for b in first if b.mark == "test" and b.language == "python"], (
         "no block after <!-- test --> on the first screen"
@@ -163,7 +162,7 @@ def test_other_python_blocks_parse_and_name_what_exists(blocks: list[Block]) -> 
 
 
 def test_shell_blocks_name_what_exists(blocks: list[Block]) -> None:
-    shell = [block for block in blocks if block.language in {"sh", "bash", "console"}]
+    shell = [block for block in blocks if block.language in SHELL]
     names = {words[1] for block in shell for words in commands_of(block.text) if words[0] == "keel" and words[1:]}
     help_of = {name: page for name in names if (page := keel_help(name)) is not None}
     assert [line for block in shell for line in wrong_commands(block.text, make_targets(), help_of)] == []
