@@ -84,8 +84,8 @@ def test_text_is_verbatim(tmp_path: Path) -> None:
     for index, text in enumerate([odd, *TEXTS[:3]]):
         write(tmp_path / f"{index}.txt", text)
     assert odd in all_texts(load(tmp_path))
-    corpus = load(write(tmp_path / "rows" / "a.jsonl", "\n".join([*jsonl(TEXTS[:3]).splitlines(), "", jsonl([odd])])))
-    assert odd in all_texts(corpus)
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in [odd, *TEXTS[:3]]]
+    assert odd in all_texts(load(write(tmp_path / "rows" / "a.jsonl", "\n\n".join(rows))))
 
 
 def test_text_field_and_encoding_are_followed(tmp_path: Path) -> None:
@@ -124,8 +124,17 @@ def test_a_missing_split_is_taken_from_training(tmp_path: Path) -> None:
     assert sorted(splits["valid"] + splits["train"]) == sorted(TEXTS[:30])
 
 
-def test_a_folder_of_code_has_no_splits(tmp_path: Path) -> None:
-    for index, name in enumerate(["train.py", "test_model.py", "test.py", "valid.py", "testing.txt"]):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train.py", "test_model.py", "test.py", "valid.py", "testing.txt"],
+        ["train.txt", "trains.txt", "boats.txt", "planes.txt", "d/test.txt"],
+        ["test.txt", "valid.txt", "a.txt", "b.txt", "c.txt"],
+    ],
+    ids=["code", "no held-out text", "no training text"],
+)
+def test_names_that_only_look_like_splits(tmp_path: Path, names: list[str]) -> None:
+    for index, name in enumerate(names):
         write(tmp_path / name, TEXTS[index])
     corpus = load(tmp_path)
     assert sorted(all_texts(corpus)) == sorted(TEXTS[:5])

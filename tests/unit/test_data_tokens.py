@@ -124,6 +124,9 @@ def test_byte_level_tokens_cover_the_bytes_that_they_spell(tmp_path: Path, text:
 def test_a_character_over_several_tokens_is_shared_among_them(tmp_path: Path) -> None:
     corpus = make_corpus(["a🙂東"])
     assert tokenize(corpus, tmp_path).train.token_bytes.tolist() == [1, *[1] * 4, *[1] * 3, 0]
+    added = byte_level()
+    added.add_tokens(["éé"])  # é is a letter of the byte alphabet as well
+    assert tokenize(make_corpus(["éé🙂"]), tmp_path, wrap(added)).train.token_bytes.tolist() == [4, 1, 1, 1, 1, 0]
     fallback = tokenize(corpus, tmp_path, wrap(byte_fallback())).train
     assert fallback.token_bytes.tolist() == [1, 0, 4, 0, 0, 0, 3, 0]  # ▁, a, four bytes of 🙂, 東, end
 

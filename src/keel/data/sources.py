@@ -25,16 +25,18 @@ _HUB_SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "dev":
 _WIKITEXT_ARTICLE = re.compile(r" = (?!=)[^\n]*(?<!=) = \n?")
 # Tests and other people's packages are not the library; `encodings` holds 120 generated tables that are nearly equal,
 # so that a table in the test split would have a twin in the training split; `_sysconfigdata*` differs by machine.
-_STDLIB_EXCLUDED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "__pycache__",
-    "encodings",
-}
+_STDLIB_EXCLUDED = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "idle_test",
+        "__pycache__",
+        "encodings",
+    }
+)
 
 
 class Document(NamedTuple):
@@ -210,15 +212,13 @@ def read_stdlib() -> list[Document]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     reader = Reader("text", "utf-8")
-    documents = []
-    for file in _walk(root):
-        parts = file.relative_to(root).parts
-        if (
-            file.suffix == ".py"
-            and not _STDLIB_EXCLUDED.intersection(parts)
-            and not file.name.startswith("_sysconfigdata")
-        ):
-            documents += reader.read_file(file, "/".join(parts))
+    files = [file for file in _walk(root, _STDLIB_EXCLUDED) if file.suffix == ".py"]
+    documents = [
+        document
+        for file in files
+        if not file.name.startswith("_sysconfigdata")
+        for document in reader.read_file(file, file.relative_to(root).as_posix())
+    ]
     if not documents:
         raise KeelError(f"this Python has no library sources under {root}; give a file or folder as the corpus")
     return documents
@@ -249,13 +249,15 @@ def _kind(path: Path) -> str:
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Return all files below ``folder``, sorted, without hidden ones and ``__pycache__``."""
-    files = []
+def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
+    """Return all files below ``folder``, sorted, but hidden ones and those in ``__pycache__`` or ``excluded`` folders."""
+    files: list[Path] = []
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name != "__pycache__" and name not in excluded
+        ]
         files += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(files, key=lambda file: file.relative_to(folder).parts)
+    return sorted(files, key=lambda file: file.parts)
 
 
 def _read_bytes(path: Path) -> bytes:
