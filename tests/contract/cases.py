@@ -44,8 +44,9 @@ _COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 _GROUPED: dict[str, Any] = dict(_COMMON, num_key_value_heads=2)
 _GEMMA: dict[str, Any] = dict(
-    _GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
-)
+    _GROUPED, head_dim=8, query_pre_attn_scalar=8,
+    sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
 
 HOST_CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GROUPED),
@@ -66,7 +67,7 @@ HOST_CASES: dict[str, Callable[[], PreTrainedConfig]] = {
 class StreamCase:
     """A stream of the suite.
 
-    ``everywhere``: the costly behaviours run with it on every host and not on the first alone; set it for one case a mechanism.
+    ``everywhere``: the costly behaviours run with it on every host and not on the first alone; set for one or two a mechanism.
     ``identity``: attaching it changes nothing.
     """
 
@@ -109,7 +110,7 @@ class Case(NamedTuple):
         return keel.attach(self.host(), self.stream.make())
 
     def model(self) -> keel.KeelForCausalLM:
-        """Host and perturbed stream, after some training steps; on this model the stream is seen to change the output."""
+        """Host and perturbed stream, after some training steps; the stream is seen to change the output."""
         model = perturb(self.attached())
         check_visible(model)
         return model
@@ -138,11 +139,13 @@ def check_visible(model: keel.KeelForCausalLM) -> None:
         with_streams = model(ids).logits
         with model.disable_streams():
             without = model(ids).logits
-    assert (with_streams - without).abs().max() > 1e-2, "the perturbed stream does not change the output: this test could not fail"
+    assert (with_streams - without).abs().max() > 1e-2, "the perturbed stream changes nothing: this test could not fail"
 
 
+# every_case: the whole table. spread_cases: every host with the streams marked `everywhere`, every stream on the first host.
+# thin_cases: every host with the first stream, every stream on the first host. host_cases, stream_cases: one of these halves.
 ALL_CASES = [Case(host, stream) for host in HOST_CASES for stream in STREAM_CASES]
-FIRST_HOST = next(iter(HOST_CASES))
+FIRST_HOST, FIRST_STREAM = next(iter(HOST_CASES)), next(iter(STREAM_CASES))
 SPREAD_CASES = [case for case in ALL_CASES if case.host_name == FIRST_HOST or case.stream.everywhere]
 
 
@@ -153,7 +156,8 @@ def _named(cases: Sequence[Case]) -> pytest.MarkDecorator:
 every_case = _named(ALL_CASES)
 spread_cases = _named(SPREAD_CASES)
 stream_cases = _named([case for case in ALL_CASES if case.host_name == FIRST_HOST])
-host_cases = _named([case for case in ALL_CASES if case.stream_name == next(iter(STREAM_CASES))])
+host_cases = _named([case for case in ALL_CASES if case.stream_name == FIRST_STREAM])
+thin_cases = _named([case for case in ALL_CASES if case.host_name == FIRST_HOST or case.stream_name == FIRST_STREAM])
 
 
 def tokens(batch: int, length: int, seed: int = 3) -> Tensor:
@@ -170,7 +174,7 @@ class Padded(NamedTuple):
 
 
 def pad(rows: Sequence[Tensor], side: str, width: int | None = None) -> Padded:
-    """Put 1-D ``rows`` into one batch with the padding on the ``side``: left, right or interior (behind half of the row)."""
+    """Put 1-D ``rows`` into one batch with the padding on the ``side``: left, right or interior (amid the row)."""
     width = width or max(len(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -55,7 +55,7 @@ def _train_streams_once(model: keel.KeelForCausalLM, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("side", ["left", "right", "interior"])
 @every_case
 def test_padding_changes_nothing(case: Case, side: str) -> None:
-    # A sliding window counts columns, padded ones too: behind interior padding a host itself sees less, unless all fits the window.
+    # A sliding window counts columns, padded ones too: behind interior padding a host itself sees less, unless all fits in it.
     lengths, width = ((6, 4, 2), WINDOW) if side == "interior" else ((LENGTH, 7, 3), LENGTH)
     rows, model = [tokens(1, length, seed=length)[0] for length in lengths], case.model()
     batch = pad(rows, side, width)

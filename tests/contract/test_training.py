@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Case, close, every_case, host_cases, pad, perturb, spread_cases, stream_cases, tokens
+from cases import Case, close, every_case, host_cases, pad, perturb, spread_cases, thin_cases, tokens
 from torch import Tensor
 
 import keel
@@ -78,7 +78,7 @@ def test_accumulated_batches_give_the_gradients_of_the_large_one(case: Case) -> 
     assert any("streams." in name and gradient.abs().max() > 1e-3 for name, gradient in expected.items())
 
 
-@spread_cases
+@thin_cases
 def test_compiled_forward_equals_eager(case: Case) -> None:
     model, ids = case.model(), tokens(2, LENGTH)
     torch.compiler.reset()
@@ -97,8 +97,8 @@ def test_lora_on_top_trains_and_generates(case: Case) -> None:
     from peft import LoraConfig, get_peft_model
 
     model, ids = case.model(), tokens(2, LENGTH)
-    family = model.family
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=[f"{family.attention}.{n}" for n in family.query_key]))
+    targets = [f"{model.family.attention}.{name}" for name in model.family.query_key]
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
     model.streams.requires_grad_(True)
     wrapped.train()
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
