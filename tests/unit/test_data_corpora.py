@@ -141,6 +141,13 @@ def test_names_that_only_look_like_splits(tmp_path: Path, names: list[str]) -> N
     assert len(corpus.valid) == len(corpus.test) == 1
 
 
+def test_a_split_is_a_folder_or_a_file_of_a_known_kind(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", jsonl(TEXTS))
+    write(tmp_path / "train.txt", "text")
+    write(tmp_path / "test", "#!/bin/sh")
+    assert sorted(all_texts(load(tmp_path))) == sorted([*TEXTS, "text"])
+
+
 def test_split_follows_content_and_seed_only(tmp_path: Path) -> None:
     first = texts_of(load(write(tmp_path / "a.jsonl", jsonl(TEXTS)), valid_fraction=0.2, test_fraction=0.1))
     again = texts_of(load(write(tmp_path / "b.jsonl", jsonl(TEXTS[::-1])), valid_fraction=0.2, test_fraction=0.1))

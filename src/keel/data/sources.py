@@ -250,7 +250,7 @@ def _kind(path: Path) -> str:
 
 
 def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
-    """Return all files below ``folder``, sorted, but hidden ones and those in ``__pycache__`` or ``excluded`` folders."""
+    """Return all files below ``folder``, sorted, but hidden ones and those in ``__pycache__`` or ``excluded``."""
     files: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = [
