@@ -462,6 +462,8 @@ def _check_host(recipe: Recipe) -> None:
     family = host["family"]
     if family not in FAMILIES:
         raise KeelError(f"host.family: unknown {family!r}; {suggest(str(family), FAMILIES)}")
+    if "vocab_size" in host:
+        raise KeelError("host.vocab_size: the tokenizer says how many entries there are; remove this field")
     known = {name for name in dir(AutoConfig.for_model(family)) if not name.startswith("_")}
     for field in host:
         if field != "family" and field not in known:
