@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from itertools import combinations
 
 import numpy as np
 
-from keel.evaluation.results import Arm, Curve, Provenance, Reference, Results
-from keel.evaluation.statistics import Bootstrap, TokenScores, extrapolation_comparisons, extrapolation_metrics
+from keel.evaluation.results import Arm, Comparison, Curve, Provenance, Reference, Results
+from keel.evaluation.statistics import Bootstrap, Statistic, TokenScores, bits_per_byte, growth, perplexity
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768, 40960)
 SEEDS = (0, 1, 2)
+UNITS = {"ppl": "perplexity per token", "bpb": "bits per byte", "growth": "ratio"}
 # label, streams, weights of, nats at 256 tokens, nats more each doubling (a huge one stands for a model that breaks)
 ARMS: dict[str, tuple[str, list[str], str | None, float, float]] = {
     "rope": ("RoPE", [], None, 4.71, 0.062),
@@ -57,6 +59,14 @@ def make_scores(
     return scores
 
 
+def statistics_of(scores: dict[int, TokenScores]) -> dict[str, Statistic]:
+    """All extrapolation metrics of one arm."""
+    near = scores[min(scores)]
+    found = {f"ppl@{length}": perplexity(at_length) for length, at_length in scores.items()}
+    found |= {f"bpb@{length}": bits_per_byte(at_length) for length, at_length in scores.items()}
+    return found | {f"growth@{length}": growth(far, near) for length, far in scores.items() if far is not near}
+
+
 def make_curve(start: float, end: float) -> Curve:
     """A validation perplexity that falls from `start` to `end` nats, a little apart for each seed."""
     x = [float(step * 4096) for step in range(0, 601, 60)]
@@ -77,8 +87,15 @@ def make_results(
     arms = ARMS if arms is None else arms
     scores = make_scores(arms, lengths, noise=noise)
     bootstrap = Bootstrap(len(SEEDS), 24, resamples=999)
-    streams, peers = ([name for name, arm in arms.items() if bool(arm[1]) is has] for has in (True, False))
-    pairs = [(stream, peer) for stream in streams for peer in peers] if compare else []
+    statistics = {name: statistics_of(scores[name]) for name in arms}
+    comparisons = [
+        Comparison(
+            metric=metric, arm=arm, baseline=baseline, **vars(bootstrap.compare(ours, statistics[baseline][metric]))
+        )
+        for baseline, arm in combinations(arms, 2)
+        for metric, ours in statistics[arm].items()
+        if compare and not metric.startswith("bpb")
+    ]
     built = {}
     for name, (label, stream, weights_of, nats, _) in arms.items():
         curves = {"validation perplexity": make_curve(8.3, nats)} if weights_of is None else {}
@@ -90,7 +107,10 @@ def make_results(
             params_trainable=1_149_952 + (1280 if stream else 0),
             train_tokens_per_s=None if weights_of else 11_800.0 - 1900 * bool(stream),
             peak_memory_bytes=None if weights_of else (1_412 + 120 * bool(stream)) * 2**20,
-            metrics=extrapolation_metrics(scores[name], bootstrap),
+            metrics={
+                metric: bootstrap.estimate(statistic).metric(UNITS[metric.split("@")[0]], higher_is_better=False)
+                for metric, statistic in statistics[name].items()
+            },
             curves=curves,
         )
     return Results(
@@ -106,6 +126,6 @@ def make_results(
             wall_s=6312.0,
         ),
         arms=built,
-        comparisons=extrapolation_comparisons(scores, pairs, bootstrap),
+        comparisons=comparisons,
         reference=reference,
     )

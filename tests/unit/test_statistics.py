@@ -12,8 +12,6 @@ from keel.evaluation.statistics import (
     Bootstrap,
     TokenScores,
     bits_per_byte,
-    extrapolation_comparisons,
-    extrapolation_metrics,
     growth,
     perplexity,
 )
@@ -127,22 +125,6 @@ def test_overflow_and_nan_come_through_without_breaking() -> None:
     assert bootstrap.compare(perplexity(broken), perplexity(good)).p is None
 
 
-def test_extrapolation_metrics_and_comparisons_carry_the_documented_names() -> None:
-    bootstrap = Bootstrap(3, 8, resamples=99)
-    scores = {
-        "rope": {256: make_scores(4.0, 3, 8), 1024: make_scores(5.0, 3, 8)},
-        "stream": {256: make_scores(3.9, 3, 8), 1024: make_scores(4.0, 3, 8)},
-    }
-    metrics = extrapolation_metrics(scores["rope"], bootstrap)
-    assert list(metrics) == ["ppl@256", "ppl@1024", "bpb@256", "bpb@1024", "growth@1024"]
-    assert metrics["growth@1024"].mean == pytest.approx(math.e)
-    comparisons = extrapolation_comparisons(scores, [("stream", "rope")], bootstrap)
-    assert [c.metric for c in comparisons] == list(metrics)
-    assert all(c.difference is not None and c.difference < 0 for c in comparisons)
-    with pytest.raises(KeelError, match="did you mean 'rope'"):
-        extrapolation_comparisons(scores, [("stream", "rop")], bootstrap)
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -156,6 +138,13 @@ def test_extrapolation_metrics_and_comparisons_carry_the_documented_names() -> N
 def test_shapes_that_do_not_fit_raise(build) -> None:
     with pytest.raises(ShapeError, match="expected"):
         build()
+
+
+def test_an_estimate_becomes_the_entry_of_a_results_file() -> None:
+    estimate = Bootstrap(3, 20).estimate(perplexity(make_scores(4.0, 3, 20)))
+    metric = estimate.metric("perplexity per token", higher_is_better=False)
+    assert (metric.values, metric.mean, metric.ci95) == (estimate.values, estimate.mean, estimate.ci95)
+    assert metric.mean == pytest.approx(np.mean(estimate.values))
 
 
 def test_nothing_scored_and_nothing_resampled_raise() -> None:

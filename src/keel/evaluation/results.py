@@ -7,8 +7,6 @@ Every field is explained in `docs/results-schema.md`. A number that is not finit
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -27,6 +25,7 @@ from pydantic import (
 )
 
 from keel.errors import KeelError, suggest
+from keel.storage import write_atomically as write_atomically
 
 SCHEMA: Final = "keel.results/1"
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
@@ -209,30 +208,8 @@ def read_results(path: Path) -> Results:
 def write_results(results: Results, path: Path) -> Path:
     """Write a results file whole or not at all, and return its path.  Raises: KeelError when the disk refuses."""
     text = results.model_dump_json(by_alias=True, indent=1)
-    return write_atomically(Path(path), (text + "\n").encode())
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Write ``content`` under a temporary name, flush it to the disk and rename it.
-
-    A reader sees the old file or the new one, never a part.
-    Raises: KeelError when the disk refuses; the old file stays.
-    """
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise KeelError(f"{path}: cannot be written ({error.strerror}); free space or choose another folder") from error
-    return path
+    write_atomically(Path(path), (text + "\n").encode())
+    return Path(path)
 
 
 def _one_line(error: ValidationError) -> str:

@@ -15,14 +15,14 @@ mind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.errors import KeelError, ShapeError, suggest
-from keel.evaluation.results import Comparison, Metric
+from keel.errors import KeelError, ShapeError
+from keel.evaluation.results import Metric
 
 Array = NDArray[np.float64]
 
@@ -119,54 +119,6 @@ def growth(far: TokenScores, near: TokenScores) -> Statistic:
         return _exp(difference_KS)
 
     return Statistic(far.shape, measure)
-
-
-def extrapolation_metrics(scores: Mapping[int, TokenScores], bootstrap: Bootstrap) -> dict[str, Metric]:
-    """Measure one arm at every length: `ppl@L`, `bpb@L`, and `growth@L` = ppl@L / ppl@shortest beyond the shortest.
-
-    Args:
-        scores: by length in tokens.
-        bootstrap: the one that every arm shares.
-    """
-    metrics = {}
-    for name, statistic in _extrapolation_statistics(scores).items():
-        metrics[name] = bootstrap.estimate(statistic).metric(_UNITS[name.split("@")[0]], higher_is_better=False)
-    return metrics
-
-
-def extrapolation_comparisons(
-    scores: Mapping[str, Mapping[int, TokenScores]], pairs: Sequence[tuple[str, str]], bootstrap: Bootstrap
-) -> list[Comparison]:
-    """Compare pairs of arms (arm, baseline) in every extrapolation metric that both have.
-
-    Args:
-        scores: by arm, then by length in tokens.
-        pairs: (arm, baseline) names.
-        bootstrap: the one that every arm shares.
-    Raises: KeelError for a name without scores.
-    """
-    comparisons = []
-    for arm, baseline in pairs:
-        for name in (arm, baseline):
-            if name not in scores:
-                raise KeelError(f"comparison: no arm {name!r}; {suggest(name, scores)}")
-        ours, theirs = _extrapolation_statistics(scores[arm]), _extrapolation_statistics(scores[baseline])
-        for metric in ours:
-            if metric in theirs:
-                result = bootstrap.compare(ours[metric], theirs[metric])
-                comparisons.append(Comparison(metric=metric, arm=arm, baseline=baseline, **vars(result)))
-    return comparisons
-
-
-_UNITS = {"ppl": "perplexity per token", "bpb": "bits per byte", "growth": "ratio"}
-
-
-def _extrapolation_statistics(scores: Mapping[int, TokenScores]) -> dict[str, Statistic]:
-    lengths = sorted(scores)
-    statistics = {f"ppl@{length}": perplexity(scores[length]) for length in lengths}
-    statistics |= {f"bpb@{length}": bits_per_byte(scores[length]) for length in lengths}
-    statistics |= {f"growth@{length}": growth(scores[length], scores[lengths[0]]) for length in lengths[1:]}
-    return statistics
 
 
 def _perplexity(scores: TokenScores, counts_KD: Array) -> Array:

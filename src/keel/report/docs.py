@@ -28,7 +28,8 @@ def write_docs_page(results: list[Path], page: Path) -> Path:
     parts = [f"# {_title(sections)}\n", f"{_GENERATED}\n"]
     for section, path in zip(sections, results, strict=True):
         parts += _section_parts(section, _link(path, page))
-    return write_atomically(page, ("\n".join(parts).rstrip() + "\n").encode())
+    write_atomically(page, ("\n".join(parts).rstrip() + "\n").encode())
+    return page
 
 
 _GENERATED = "<!-- Written by `keel report DIR… --docs` from results files. Do not edit: run it again. -->"

@@ -60,13 +60,11 @@ class Drawing:
     file_svg: str
     png: bytes
 
-    def write(self, folder: Path, prefix: str) -> dict[str, Path]:
-        """Write the SVG and the PNG under `folder`; returns their paths by suffix."""
+    def write(self, folder: Path, prefix: str) -> None:
+        """Write `PREFIX.NAME.svg` and `PREFIX.NAME.png` into a folder."""
         stem = f"{prefix}.{self.name}"
-        return {
-            "svg": write_atomically(folder / f"{stem}.svg", self.file_svg.encode()),
-            "png": write_atomically(folder / f"{stem}.png", self.png),
-        }
+        write_atomically(folder / f"{stem}.svg", self.file_svg.encode())
+        write_atomically(folder / f"{stem}.png", self.png)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from keel.evaluation.results import Arm, Curve, Results
 from keel.report.drawing import Canvas, Drawing, Look, Painter, looks_of, render
-from keel.report.findings import lengths_of, ranking, reference_value, single_metrics
+from keel.report.findings import lengths_of, ranking, reference_value, row_mean, single_metrics
 from keel.report.text import metric_phrase, number
 
 _OUTLIER = 20.0
@@ -60,6 +60,7 @@ def _draw_lengths(results: Results, lengths: list[int], prefix: str) -> Drawing 
     return _finish(
         results,
         lines,
+        list(results.arms),
         paint,
         name="perplexity",
         title="Perplexity over length",
@@ -85,6 +86,7 @@ def _draw_training(results: Results, label: str, index: int, prefix: str) -> Dra
     return _finish(
         results,
         lines,
+        [name for name, arm in results.arms.items() if label in arm.curves],
         paint,
         name=f"training-{index}",
         title=f"{label[0].upper()}{label[1:]} over training",
@@ -126,13 +128,13 @@ def _draw_dots(results: Results, metric: str, prefix: str, reference_line: float
 
 
 def _finish(
-    results: Results, lines: list[_Line], paint: Painter, *, caption: str, title: str, **rest: Any
+    results: Results, lines: list[_Line], expected: list[str], paint: Painter, *, caption: str, title: str, **rest: Any
 ) -> Drawing | None:
     """Render a line figure, naming in the caption the arms that have no finite value."""
     drawn = {line.arm for line in lines}
     if not drawn:
         return None
-    missing = [arm.label for name, arm in results.arms.items() if name not in drawn and arm.weights_of is None]
+    missing = [results.arms[name].label for name in expected if name not in drawn]
     note = f" Not drawn, for want of a finite value: {', '.join(missing)}." if missing else ""
     ends = ", ".join(f"{line.label} {number(_last(line))}" for line in lines)
     return render(
@@ -166,8 +168,8 @@ def _curve_line(name: str, arm: Arm, label: str) -> _Line | None:
     curve: Curve = arm.curves[label]
     points = []
     for x, row in zip(curve.x, curve.values, strict=True):
-        values = [math.nan if value is None else value for value in row]
-        points.append((x, math.fsum(values) / len(values), min(values), max(values)))
+        values = [value for value in row if value is not None] or [math.nan]
+        points.append((x, row_mean(row), min(values), max(values)))
     return _line(name, arm.label, points)
 
 

@@ -316,8 +316,9 @@ def _training_sentences(results: Results) -> list[str]:
 
 
 def row_mean(row: list[float | None]) -> float:
-    """Return the mean over seeds of one point of a curve, NaN where a seed has none."""
-    return math.fsum(math.nan if value is None else value for value in row) / len(row)
+    """Return the mean of one point of a curve over the seeds that have it, NaN where none has."""
+    values = [value for value in row if value is not None]
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _parameter_sentences(results: Results, arm: str, peer: str) -> list[str]:

@@ -32,7 +32,7 @@ class Section:
     more: list[Table]
     against: Table | None
     comparisons: Table
-    other_comparisons: Table
+    all_comparisons: Table
     cost: Table
     findings: list[Finding]
     figures: list[Drawing]
@@ -52,7 +52,9 @@ def write_report(results: list[Path], out: Path) -> Path:
     for section in sections:
         for figure in section.figures:
             figure.write(out / "figures", section.slug)
-    return write_atomically(out / "report.html", render_page(sections).encode())
+    page = out / "report.html"
+    write_atomically(page, render_page(sections).encode())
+    return page
 
 
 def load_sections(results: list[Path], out: Path) -> list[Section]:
@@ -106,7 +108,7 @@ def _section(results: Results) -> Section:
     families = families_of(results)
     first = ["ppl"] if "ppl" in families else families[:1]
     single = single_table(results)
-    comparisons, other = comparison_tables(results)
+    comparisons, every = comparison_tables(results)
     slug = slug_of(results)
     return Section(
         results=results,
@@ -116,7 +118,7 @@ def _section(results: Results) -> Section:
         more=[family_table(results, family) for family in families if family not in first],
         against=against_table(results),
         comparisons=comparisons,
-        other_comparisons=other,
+        all_comparisons=every,
         cost=cost_table(results),
         findings=reproduction(results),
         figures=draw_all(results, slug.replace(".", "-")),

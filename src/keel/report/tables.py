@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from keel.evaluation.results import Arm, Comparison, Results
+from keel.evaluation.results import Arm, Results
 from keel.report.findings import (
+    Contrast,
     contrast,
     label_of,
     lengths_of,
@@ -95,27 +96,35 @@ def cost_table(results: Results) -> Table:
 
 
 def comparison_tables(results: Results) -> tuple[Table, Table]:
-    """Return pairs of arms × the metrics that matter most (shortest and greatest length), and × all other metrics."""
+    """Return the paired comparisons that matter most, and all of them.
+
+    The first holds the pairs with a stream in one arm or both, in the metrics at the shortest and the greatest length
+    and those that are not measured at lengths. Pairs are turned so that the arm with a stream comes first.
+    """
     lengths = lengths_of(results, "ppl")
     ends = {f"{family}@{length}" for family in ("ppl", "growth") for length in (lengths[:1] + lengths[-1:])}
     metrics = list(dict.fromkeys(given.metric for given in results.comparisons))
-    first = [name for name in metrics if name in ends or split_metric(name) is None]
-    other = [name for name in metrics if name not in first]
+    main = [name for name in metrics if name in ends or split_metric(name) is None]
+    pairs = list(dict.fromkeys(_stream_first(results, given.arm, given.baseline) for given in results.comparisons))
+    pairs.sort(key=lambda pair: (not results.arms[pair[0]].streams, bool(results.arms[pair[1]].streams)))
+    with_stream = [pair for pair in pairs if results.arms[pair[0]].streams]
     return (
-        _comparison_table(results, "Paired comparisons", first),
-        _comparison_table(results, "Paired comparisons in all other metrics", other),
+        _comparison_table(results, "Paired comparisons", with_stream or pairs, main),
+        _comparison_table(results, "All paired comparisons", pairs, metrics),
     )
 
 
-def _comparison_table(results: Results, title: str, metrics: list[str]) -> Table:
-    by_pair: dict[tuple[str, str], dict[str, Comparison]] = {}
-    for given in results.comparisons:
-        by_pair.setdefault((given.arm, given.baseline), {})[given.metric] = given
+def _stream_first(results: Results, arm: str, baseline: str) -> tuple[str, str]:
+    turn = not results.arms[arm].streams and results.arms[baseline].streams
+    return (baseline, arm) if turn else (arm, baseline)
+
+
+def _comparison_table(results: Results, title: str, pairs: list[tuple[str, str]], metrics: list[str]) -> Table:
     rows = []
-    for (arm, baseline), found in by_pair.items():
-        if any(metric in found for metric in metrics):
-            cells = [_comparison_cell(results, found.get(metric)) for metric in metrics]
-            rows.append(Row(label=label_of(results, arm), cells=[Cell(text=label_of(results, baseline)), *cells]))
+    for arm, baseline in pairs:
+        cells = [_comparison_cell(contrast(results, metric, arm, baseline)) for metric in metrics]
+        other = Cell(text=label_of(results, baseline))
+        rows.append(Row(label=label_of(results, arm), arm=arm, cells=[other, *cells]))
     return Table(
         title=title,
         note="Difference arm − other arm on the same documents and seeds, its 95 % interval, and a two-sided p that is "
@@ -126,15 +135,14 @@ def _comparison_table(results: Results, title: str, metrics: list[str]) -> Table
     )
 
 
-def _comparison_cell(results: Results, given: Comparison | None) -> Cell:
-    if given is None:
+def _comparison_cell(result: Contrast) -> Cell:
+    if not result.paired:
         return Cell(text="–")
-    result = contrast(results, given.metric, given.arm, given.baseline)
     outcome = "undecided" if not result.decided else "better" if result.ahead else "worse"
     return Cell(
-        text=number(given.difference, signed=True),
-        interval=interval(given.ci95, like=given.difference, signed=True),
-        remark=f"{outcome}, p = {probability(given.p)}" if given.p is not None else outcome,
+        text=number(result.difference, signed=True),
+        interval=interval(result.ci95, like=result.difference, signed=True),
+        remark=f"{outcome}, p = {probability(result.p)}" if result.p is not None else outcome,
         best=outcome == "better",
     )
 
