@@ -1,0 +1,405 @@
+"""``keel``: parse, call, print.
+
+torch and transformers take seconds to import, so commands import the rooms below when they run: help answers at once.
+
+Exit codes: 0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped with Ctrl-C. Errors are one line on
+stderr; the traceback is shown with ``--debug`` only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.exceptions import TyperException
+
+from keel.errors import KeelError
+
+if TYPE_CHECKING:
+    from keel.training.recipe import Recipe
+
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Side streams for Transformers: attach one to any Hugging Face model, train it there, and measure whether it "
+    "helped.",
+    epilog="Start with [bold]keel doctor[/bold] and [bold]keel run demo[/bold]. Every command has an example: "
+    "[bold]keel COMMAND --help[/bold].",
+)
+out = Console(highlight=False, soft_wrap=True)
+
+
+class Scale(StrEnum):
+    """Sizes of a recipe."""
+
+    tiny = "tiny"
+    small = "small"
+    paper = "paper"
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class FailedRun(Exception):
+    """A run that began and did not end."""
+
+
+class Stopped(Exception):
+    """Ctrl-C; the message says how to go on."""
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes the GPU where there is one.")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder for models, results and report; by default below runs/.", show_default=False)
+]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code; see the module's docstring for the codes."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    plain, behind = (words[: words.index("--")], words[words.index("--") :]) if "--" in words else (words, [])
+    debug = "--debug" in plain
+    words = [word for word in plain if word != "--debug"] + behind
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(_call(words) if debug else _call_in_one_line(words))
+
+
+def _call(words: list[str]) -> int:
+    code = app(words, prog_name="keel", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def _call_in_one_line(words: list[str]) -> int:
+    """Run a command; whatever it raises becomes one line and an exit code."""
+    try:
+        return _call(words)
+    except (KeyboardInterrupt, typer.Abort):
+        return _end("stopped", STOPPED)
+    except Stopped as stopped:
+        return _end(str(stopped), STOPPED)
+    except BrokenPipeError:  # `keel recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except TyperException as error:
+        return _end(f"error: {getattr(error, 'format_message', error.__str__)()}", BAD_INPUT)
+    except KeelError as error:
+        return _end(f"error: {error}", BAD_INPUT)
+    except FailedRun as error:
+        return _end(f"error: {error}", FAILED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _end(
+            f"error: {where}{error.strerror or error}", BAD_INPUT if isinstance(error, FileNotFoundError) else FAILED
+        )
+    except Exception as error:
+        return _end(f"error: {type(error).__name__}: {error} (--debug shows where)", FAILED)
+
+
+def _end(line: str, code: int) -> int:
+    print(" ".join(line.split()), file=sys.stderr)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _keel(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (may stand anywhere in the line).")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        out.print(f"keel {version_of('keel')}")
+    elif context.invoked_subcommand is None:
+        out.print(context.get_help(), end="")
+
+
+@app.command(name="try")
+def try_host(
+    host: Annotated[
+        str, typer.Option(help="Checkpoint to start from: a folder, or a name on the Hub.", metavar="CHECKPOINT")
+    ],
+    corpus: Annotated[
+        str,
+        typer.Option(help="Your text: a file or folder (txt, md, py, jsonl, parquet, gz), or stdlib.", metavar="PATH"),
+    ],
+    stream: Annotated[str, typer.Option(help="Which side stream to attach.")] = "structural",
+    budget: Annotated[
+        float, typer.Option(help="Minutes for everything: both trainings and the evaluation.", metavar="MINUTES")
+    ] = 30.0,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Folder for recipe, models and report.", show_default="runs/try-HOST")
+    ] = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Would a side stream help this checkpoint on this text?
+
+    Fine-tunes the checkpoint alone and with the stream, the same steps on the same windows in the same order, scores
+    the same held-out text with both, and says what came out. A few steps are timed first; their number follows from
+    the budget.
+
+    Example:  keel try --host Qwen/Qwen2.5-0.5B --corpus ~/notes --budget 60
+    """
+    from keel.trial import plan_trial
+
+    folder = out_dir or Path("runs") / f"try-{Path(host).name}"
+    if (folder / "recipe.yaml").exists():
+        raise KeelError(f"{folder} already holds a run; go on with {_resume_line(folder)}, or choose another --out")
+    with _working() as say:
+        plan = plan_trial(host, corpus, stream=stream, minutes=budget, device=_device(device), say=say)
+    for note in plan.notes:
+        out.print(escape(note))
+    _run(plan.recipe, folder, device=device)
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (keel recipes), or a YAML file.")],
+    scale: Annotated[
+        Scale | None,
+        typer.Option(
+            help="tiny: seconds, a test; small: this machine; paper: the paper's sizes.", show_default="small"
+        ),
+    ] = None,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for models, results and report.", show_default="runs/RECIPE.SCALE"),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds, instead of the recipe's.", show_default=False)
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a field: --set phases.train.steps=100 (again for more).",
+            metavar="A.B=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
+    device: DeviceOption = Device.auto,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Arms and seeds at the same time.", show_default="as many as fit")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Run this arm only (again for more).", metavar="ARM", show_default=False),
+    ] = None,
+) -> None:
+    """Run a recipe: train its arms, evaluate them on the same text, write results.json and report.html.
+
+    Example:  keel run demo --out runs/demo
+
+    Example:  keel run s_former/wikitext103_extrapolation --seeds 1 --only rope --set phases.train.steps=100
+    """
+    chosen = _load(recipe, scale, list(changes or []), seeds)
+    folder = out_dir or Path("runs") / f"{chosen.name}.{chosen.scale}"
+    _run(chosen, folder, device=device, resume=resume, jobs=jobs, only=only)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes: what paper table each serves, its scales, and the time expected on 2 CPU cores.
+
+    Example:  keel recipes
+    """
+    from keel.doctor import duration, runnable
+
+    table = _table("recipe", "serves", "scale", "expected")
+    previous = ""
+    for row in runnable():
+        first = row.recipe != previous
+        table.add_row(row.recipe if first else "", row.serves if first else "", row.scale, duration(row.minutes))
+        previous = row.recipe
+    out.print(table)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or results files.", metavar="DIR...")],
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Write pages of docs/results and keep the results files beside them.")
+    ] = False,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder to write into.", show_default="the run's folder, or docs/results"),
+    ] = None,
+) -> None:
+    """Write a report from results.json files: one HTML page, or with --docs a Markdown page for each paper.
+
+    Example:  keel report runs/demo
+
+    Example:  keel report runs/s_former/wikitext103_extrapolation.small --docs
+    """
+    from keel.report import write_report
+
+    files = [folder / "results.json" if folder.is_dir() else folder for folder in folders]
+    if docs:
+        pages = _write_docs(files, out_dir or Path("docs/results"))
+    elif out_dir is None and len(files) > 1:
+        raise KeelError("report: several runs go into one page; name its folder with --out")
+    else:
+        pages = [write_report(files, out_dir or files[0].parent)]
+    for page in pages:
+        out.print(escape(str(page)))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="Keel checkpoint or bare host: a folder, or a name on the Hub.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 64,
+    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy.")] = 1,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the draw, with --sample.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw, with --sample.")] = 0,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Continue a text with a trained checkpoint; the tokenizer that lies beside it is used.
+
+    Example:  keel generate runs/demo/structural/seed0/model "def main(" --max-new-tokens 40
+    """
+    from keel.pretrained import continue_text
+
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "do_sample": sample}
+    if sample:
+        options["temperature"] = temperature
+    out.print(escape(continue_text(checkpoint, prompt, seed=seed, device=_device(device), **options)))
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, and which recipes it can run.
+
+    Example:  keel doctor
+    """
+    from keel.doctor import duration, examine, runnable
+
+    checks = examine()
+    marks = {"ok": "[green]ok[/green]", "absent": "[yellow]--[/yellow]", "broken": "[red]broken[/red]"}
+    table = _table("", "what", "found")
+    for check in checks:
+        table.add_row(marks[check.state], check.name, escape(check.found))
+    out.print(table)
+    table = _table("recipe", "scale", "expected on 2 cores", "lacks here")
+    for row in runnable():
+        table.add_row(row.recipe, row.scale, duration(row.minutes), row.lacks or "nothing")
+    out.print(table)
+    broken = [check.name for check in checks if check.state == "broken"]
+    if broken:
+        raise FailedRun(f"{', '.join(broken)}: Keel cannot work like this; see above")
+
+
+def _load(recipe: str, scale: Scale | None, changes: list[str], seeds: int | None) -> Recipe:
+    from keel.training.recipe import load_recipe
+
+    loaded = load_recipe(recipe, scale, changes)
+    if seeds is None:
+        return loaded
+    more = (seed for seed in range(len(loaded.seeds) + seeds) if seed not in loaded.seeds)
+    wanted = [*loaded.seeds, *more][:seeds]
+    return load_recipe(recipe, scale, [*changes, f"seeds={wanted}"])
+
+
+def _run(recipe: Recipe, folder: Path, *, device: Device, **options: Any) -> None:
+    """Run a recipe, write its report, print what came out."""
+    from keel.experiment import run_experiment
+
+    before = _begun(folder)
+    try:
+        run_experiment(recipe, folder, device=_device(device), **options)
+    except KeyboardInterrupt as error:
+        raise Stopped(f"stopped; go on with: {_resume_line(folder)}") from error
+    except KeelError as error:
+        if _begun(folder) != before:
+            raise FailedRun(str(error)) from error
+        raise
+    if os.environ.get("RANK", "0") == "0":  # the first process under torchrun
+        _show(folder)
+
+
+def _begun(folder: Path) -> int | None:
+    """Tell apart the runs that began in a folder: each writes a new plan once data and recipe are found usable."""
+    path = folder / "plan.json"
+    return path.stat().st_ino if path.is_file() else None
+
+
+def _resume_line(folder: Path) -> str:
+    return f"keel run {folder / 'recipe.yaml'} --out {folder} --resume"
+
+
+@contextmanager
+def _working() -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done."""
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        yield status.update
+
+
+def _show(folder: Path) -> None:
+    from keel.evaluation.results import read_results
+    from keel.report import write_report
+    from keel.report.findings import verdict
+
+    results = folder / "results.json"
+    page = write_report([results], folder)
+    said = verdict(read_results(results))
+    out.print(f"\n[bold]{escape(said.headline)}[/bold]")
+    for sentence in said.sentences:
+        out.print(escape(sentence))
+    out.print()
+    for what, path in (("Report", page), ("Results", results), ("Recipe", folder / "recipe.yaml")):
+        out.print(escape(f"{what + ':':<9}{path}"))
+
+
+def _write_docs(files: list[Path], folder: Path) -> list[Path]:
+    """Keep the results files below ``folder/data`` and write the page of each paper from all that is kept of it."""
+    from keel.evaluation.results import read_results, write_results
+    from keel.report import write_docs_page
+
+    pages = {}
+    for file in files:
+        results = read_results(file)
+        paper = results.recipe.partition("/")[0]
+        write_results(results, folder / "data" / f"{results.recipe}.{results.scale}.json")
+        pages[folder / f"{paper}.md"] = paper
+    data = folder / "data"
+    return [
+        write_docs_page(sorted([*data.glob(f"{paper}.*.json"), *data.glob(f"{paper}/**/*.json")]), page)
+        for page, paper in pages.items()
+    ]
+
+
+def _device(device: Device) -> str | None:
+    """The device by name, None for the fastest there is.  Raises: KeelError for a GPU that is not there."""
+    import torch
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise KeelError("device cuda: this machine has no usable GPU; leave --device out, or give cpu")
+    return None if device is Device.auto else device.value
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table

@@ -1,0 +1,185 @@
+"""What this machine has and what it can run: one check a line, nothing changed on disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from keel.data.corpora import data_root
+from keel.data.store import resolve_cache_dir
+from keel.errors import KeelError
+from keel.training.recipe import list_recipes, load_recipe, recipe_scales
+
+State = Literal["ok", "absent", "broken"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding: ``absent`` is a choice less, ``broken`` stops Keel from working."""
+
+    name: str
+    state: State
+    found: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runnable:
+    """A scale of a recipe: expected minutes on 2 cores (None: not known), and what it lacks here ("" for nothing)."""
+
+    recipe: str
+    serves: str
+    scale: str
+    minutes: float | None
+    lacks: str
+
+
+def examine() -> list[Check]:
+    """Look at this machine."""
+    return [
+        _python(),
+        *(_version(package) for package in ("torch", "transformers")),
+        _processor(),
+        _memory(),
+        *_accelerators(),
+        _bfloat16(),
+        _compiler(),
+        _cache(),
+        _data(),
+        _browser(),
+    ]
+
+
+def runnable() -> list[Runnable]:
+    """Every recipe that comes with Keel at every scale, and whether its corpus can be had here."""
+    found = []
+    for name in list_recipes():
+        for scale in recipe_scales(name):
+            recipe = load_recipe(name, scale)
+            lacks = _lacks(recipe.data.corpus_config().source)
+            found.append(
+                Runnable(
+                    recipe=name,
+                    serves=recipe.serves,
+                    scale=scale,
+                    minutes=recipe.expected_minutes.get(scale),
+                    lacks=lacks,
+                )
+            )
+    return found
+
+
+def duration(minutes: float | None) -> str:
+    """Minutes in words: ``20 s``, ``6 min``, ``33 h``."""
+    if minutes is None:
+        return "?"
+    if minutes < 1:
+        return f"{60 * minutes:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 180 else f"{minutes / 60:.0f} h"
+
+
+def _lacks(source: str) -> str:
+    kind, _, name = source.partition(":")
+    if kind == "hub":
+        return f"the Hub's {name.partition(':')[0]}"
+    if kind == "data":
+        try:
+            return "" if (data_root() / name).exists() else f"{name} under the data root"
+        except KeelError:
+            return f"a data root with {name}"
+    return "" if source == "stdlib" or Path(source).exists() else source
+
+
+def _python() -> Check:
+    enough = sys.version_info >= (3, 11)
+    return Check(
+        name="Python", state="ok" if enough else "broken", found=f"{platform.python_version()} ({platform.platform()})"
+    )
+
+
+def _version(package: str) -> Check:
+    return Check(name=package, state="ok", found=importlib.metadata.version(package))
+
+
+def _processor() -> Check:
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return Check(name="processor", state="ok", found=f"{cores} cores, torch uses {torch.get_num_threads()} threads")
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    return Check(
+        name="memory", state="ok", found=f"{memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} GiB free"
+    )
+
+
+def _accelerators() -> list[Check]:
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            Check(name=f"GPU {index}", state="ok", found=f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
+            for index, gpu in enumerate(properties)
+        ]
+    if torch.backends.mps.is_available():
+        return [Check(name="GPU", state="ok", found="Apple (mps)")]
+    return [Check(name="GPU", state="absent", found="none; everything runs on the processor")]
+
+
+def _bfloat16() -> Check:
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Check(
+            name="bfloat16",
+            state="ok" if native else "absent",
+            found="native on the GPU" if native else "emulated on the GPU",
+        )
+    return Check(name="bfloat16", state="absent", found="computed on the processor, seldom faster than float32")
+
+
+def _compiler() -> Check:
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        return Check(name="torch.compile", state="absent", found="no triton package for the GPU")
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    found = compiler or "no C++ compiler (apt install g++); models run uncompiled"
+    return Check(name="torch.compile", state="ok" if compiler else "absent", found=found)
+
+
+def _cache() -> Check:
+    folder = resolve_cache_dir(None)
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            free = shutil.disk_usage(nearest).free / 2**30
+            return Check(name="cache", state="ok", found=f"{folder}, {free:.0f} GiB free")
+    except OSError as error:
+        return Check(
+            name="cache", state="broken", found=f"{folder}: {error.strerror}; name another folder in KEEL_CACHE"
+        )
+
+
+def _data() -> Check:
+    try:
+        return Check(name="data root", state="ok", found=str(data_root()))
+    except KeelError:
+        return Check(
+            name="data root", state="absent", found="none; recipes with data:NAME need KEEL_DATA to name a folder"
+        )
+
+
+def _browser() -> Check:
+    path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    return Check(
+        name="chromium", state="ok" if path else "absent", found=path or "none; only the test of the report needs it"
+    )

@@ -1,0 +1,150 @@
+"""Checkpoints as people name them, a folder or a name on the Hub: safetensors only, never code that came with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from keel.errors import KeelError, suggest
+from keel.hosts import FAMILIES
+from keel.model import KeelForCausalLM
+from keel.storage import is_streams_folder
+
+
+def load_config(checkpoint: str) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint.  Raises: KeelError when there is none, or it names code of its own."""
+    _check_folder(checkpoint)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise KeelError(
+            f"checkpoint {checkpoint}: no usable config.json ({_first_line(error)}); check the name or the folder"
+        ) from error
+    return config
+
+
+def check_host(checkpoint: str) -> int:
+    """Return how many positions a bare host of a supported family has room for.
+
+    Raises: KeelError for a missing checkpoint, an unsupported architecture, a quantised host, or a Keel checkpoint.
+    """
+    config = load_config(checkpoint)
+    if config.model_type == "keel":
+        raise KeelError(f"checkpoint {checkpoint} already has streams; give the bare host that they were attached to")
+    if config.model_type not in FAMILIES:
+        raise KeelError(
+            f"checkpoint {checkpoint}: architecture {config.model_type!r} is not supported; "
+            + suggest(config.model_type, FAMILIES)
+        )
+    if getattr(config, "quantization_config", None):
+        raise KeelError(
+            f"checkpoint {checkpoint} is quantised and cannot be fine-tuned; give the checkpoint it was made from"
+        )
+    return int(config.max_position_embeddings)
+
+
+def load_model(checkpoint: str) -> PreTrainedModel:
+    """Load what can generate: a whole Keel checkpoint, or a bare host of any architecture that transformers itself has.
+
+    Raises: KeelError for a missing, damaged or incomplete checkpoint, or streams saved without their host.
+    """
+    if is_streams_folder(Path(checkpoint)):
+        raise KeelError(f"{checkpoint} holds streams alone; in Python: keel.load({checkpoint!r}, backbone=host)")
+    if load_config(checkpoint).model_type != "keel":
+        return _load_bare(checkpoint)
+    try:
+        model: PreTrainedModel = KeelForCausalLM.from_pretrained(checkpoint)
+    except (OSError, RuntimeError) as error:
+        raise _unloadable(checkpoint, error) from error
+    return model
+
+
+def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside a checkpoint.  Raises: KeelError when there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as error:  # the libraries raise many kinds here, down to bare Exception
+        raise KeelError(
+            f"checkpoint {checkpoint}: no tokenizer beside the model ({_first_line(error)}); save one there "
+            "with save_pretrained"
+        ) from error
+    return tokenizer
+
+
+def continue_text(checkpoint: str, prompt: str, *, device: str | None = None, seed: int = 0, **options: Any) -> str:
+    """Return ``prompt`` and what the checkpoint writes after it.
+
+    Args:
+        device: a torch device, None for the GPU where there is one.
+        seed: of the draw, where ``options`` ask for one.
+        options: of ``generate``, such as ``max_new_tokens``, ``num_beams``, ``do_sample``.
+    Raises: KeelError for a checkpoint that cannot be loaded, or a prompt without a token.
+    """
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(place)
+    if inputs["input_ids"].shape[1] == 0:
+        raise KeelError(f"prompt {prompt!r} has no token; give some text to continue")
+    torch.manual_seed(seed)
+    if tokenizer.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    ids_BT = model.to(place).eval().generate(**inputs, **options)
+    text: str = tokenizer.decode(ids_BT[0], skip_special_tokens=True)
+    return text
+
+
+def _load_bare(checkpoint: str) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint, output_loading_info=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise _unloadable(checkpoint, error) from error
+    if info["missing_keys"]:
+        absent = sorted(info["missing_keys"])
+        raise KeelError(
+            f"checkpoint {checkpoint}: {len(absent)} weights are missing, {absent[0]!r} the first; copy it anew"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_folder(checkpoint: str) -> None:
+    path = Path(checkpoint)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise KeelError(
+            f"checkpoint {checkpoint}: the folder has no config.json; give the folder that save_pretrained wrote"
+        )
+    if path.is_file():
+        raise KeelError(
+            f"checkpoint {checkpoint} is a file; give the folder that holds it, with config.json and *.safetensors"
+        )
+    if not path.exists() and (checkpoint.count("/") > 1 or checkpoint.startswith(("/", ".", "~"))):
+        raise KeelError(
+            f"checkpoint {checkpoint} does not exist; give a folder, or a name on the Hub such as Qwen/Qwen2.5-0.5B"
+        )
+
+
+def _unloadable(checkpoint: str, error: Exception) -> KeelError:
+    if isinstance(error, KeelError):
+        return error
+    return KeelError(
+        f"checkpoint {checkpoint}: the weights cannot be loaded ({_first_line(error)}); whole safetensors "
+        "files are expected"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
