@@ -66,15 +66,22 @@ class StreamCacheLayer(CacheLayerMixin):
             raise KeelError(f"crop takes 0 or minus the number of tokens to remove, got {tokens_to_remove}")
         removed = -tokens_to_remove
         if removed and not self.record_past:
-            raise KeelError("cannot roll back: the states of past tokens were not recorded; call activate_past_recording() first")
-        for name, history in self.history.items():
+            raise KeelError(
+                "cannot roll back: the states of past tokens were not recorded; call activate_past_recording() first"
+            )
+        if removed > self.seen:
+            raise KeelError(f"cannot roll back {removed} tokens: only {self.seen} were seen")
+        for name, state in self.states.items():
+            if not removed or not state:  # a stream may have no state at all
+                continue
+            history = self.history.get(name, {})
             length = next(iter(history.values())).shape[1] if history else 0
             if removed > length:
                 raise KeelError(f"cannot roll back {removed} tokens of stream {name!r}: {length} are recorded")
-            if removed == length:
-                self.states[name] = self.base[name]
-            elif removed:
-                self.states[name] = {key: states[:, length - removed - 1] for key, states in history.items()}
+            kept = length - removed
+            self.states[name] = (
+                {key: states[:, kept - 1] for key, states in history.items()} if kept else self.base[name]
+            )
         self.history, self.base = {}, {}
         self.seen -= removed
 
@@ -116,7 +123,9 @@ class StreamCacheLayer(CacheLayerMixin):
         """Refuse: no attention layer writes here."""
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Refuse: no attention layer writes here."""
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
@@ -139,13 +148,20 @@ def stream_layer(cache: Cache, host_config: PreTrainedConfig) -> StreamCacheLaye
     Raises: KeelError for a cache in which the state could not be exact: a static one, or one already filled without the streams.
     """
     if not isinstance(cache, Cache):
-        raise KeelError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}; pass DynamicCache(config=...)")
-    if cache.layers and isinstance(cache.layers[-1], StreamCacheLayer):
-        return cache.layers[-1]
+        raise KeelError(
+            f"past_key_values must be a transformers Cache, got {type(cache).__name__}; pass DynamicCache(config=...)"
+        )
     if any(isinstance(layer, StaticLayer) for layer in cache.layers):
         raise KeelError("a static cache would silently lose the streams' state; use cache_implementation='dynamic'")
-    if cache.get_seq_length() > 0:
-        raise KeelError("this cache was filled without the streams, their state is missing; start from an empty cache")
+    last = cache.layers[-1] if cache.layers else None
+    seen = last.seen if isinstance(last, StreamCacheLayer) else 0
+    if cache.get_seq_length() != seen:
+        raise KeelError(
+            f"this cache was filled without the streams, their state is missing: it holds {cache.get_seq_length()} tokens, of which "
+            f"they saw {seen}; start from an empty cache"
+        )
+    if isinstance(last, StreamCacheLayer):
+        return last
     while len(cache.layers) < host_config.num_hidden_layers:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = StreamCacheLayer()

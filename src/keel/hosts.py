@@ -141,12 +141,17 @@ def fingerprint(host: PreTrainedModel) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         flat = parameter.detach().reshape(-1)
         stride = max(1, flat.numel() // 1024)
-        digest.update(flat[::stride].to(torch.bfloat16).view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(flat[::stride].to(torch.bfloat16).contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
 def _module_names(family: HostFamily) -> list[str]:
-    inside = [family.attention_input, family.mlp_input, family.attention, *(f"{family.attention}.{n}" for n in family.query_key)]
+    inside = [
+        family.attention_input,
+        family.mlp_input,
+        family.attention,
+        *(f"{family.attention}.{n}" for n in family.query_key),
+    ]
     return [family.final_norm, *dict.fromkeys(f"{family.layers}.0.{name}" for name in inside)]
 
 

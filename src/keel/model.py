@@ -91,7 +91,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
-    def __init__(self, config: KeelConfig, host: PreTrainedModel | None = None, streams: Mapping[str, Stream] | None = None):
+    def __init__(
+        self, config: KeelConfig, host: PreTrainedModel | None = None, streams: Mapping[str, Stream] | None = None
+    ):
         super().__init__(config)
         if host is None:
             host = AutoModelForCausalLM.from_config(config.text_config)
@@ -102,25 +104,27 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         if config.positions is not None:
             set_positions(host, build_config(Positions, config.positions, "positions"))
         if streams is None:
-            streams = {name: stream_from_config(fields, f"streams.{name}") for name, fields in config.streams.items()}
+            streams = {
+                name: stream_from_config(fields, f"streams.{name}") for name, fields in (config.streams or {}).items()
+            }
         for stream in streams.values():
             stream.build(host_shape(host))
-        self.streams = nn.ModuleDict(streams)
+        self.streams = nn.ModuleDict(dict(streams))
         self.generation_config = host.generation_config
-        self._wire()
+        self._wire(dict(streams))
         self.post_init()
 
     # -- wiring ---------------------------------------------------------------------------------------------------------
 
-    def _wire(self) -> None:
+    def _wire(self, streams: dict[str, Stream]) -> None:
         """Register one hook a site; done once, before any compile."""
         self.wires = Wires()
-        self.wires.streams = dict(self.streams.items())
+        self.wires.streams = streams
         self.streams_enabled = True
         self._checkpointing = False
         self._hooks: list[Any] = []
         writers: dict[tuple[str, int], list[str]] = {}
-        for name, stream in self.streams.items():
+        for name, stream in streams.items():
             for pair in stream.write_sites():
                 writers.setdefault(pair, []).append(name)
         self.embedding_writers = writers.pop(("embeddings", -1), [])
@@ -184,7 +188,12 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         if num_items_in_batch is not None and labels is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
         call = functools.partial(
-            self.host, labels=labels, logits_to_keep=logits_to_keep, position_ids=position_ids, return_dict=True, **kwargs
+            self.host,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            position_ids=position_ids,
+            return_dict=True,
+            **kwargs,
         )
         output, results, num_tokens = self._pass(
             call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, collect_signals
@@ -243,14 +252,23 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         """Open every stream, run the host while the wires carry their flows, close them, keep their states."""
         if (input_ids is None) == (inputs_embeds is None):
             raise KeelError("give exactly one of input_ids and inputs_embeds")
-        embeddings_BTD = inputs_embeds if input_ids is None else self.host.get_input_embeddings()(input_ids)
+        embeddings_BTD: Tensor = (
+            inputs_embeds if inputs_embeds is not None else self.host.get_input_embeddings()(input_ids)
+        )
         if use_cache is None:
             use_cache = self.host.config.use_cache and not self.training
         if self.training and self._checkpointing:
             use_cache, cache = False, None
-        active = dict(self.streams.items()) if self.streams_enabled else {}
+        if not isinstance(self.streams, nn.ModuleDict):
+            raise KeelError(
+                "the streams were replaced by a copy (PEFT's modules_to_save does that) that would never run; leave them out of "
+                "modules_to_save and call streams.requires_grad_(True) after get_peft_model"
+            )
+        active = self.wires.streams if self.streams_enabled else {}
         layer: StreamCacheLayer | None = None
-        if active and use_cache:
+        if active and (
+            use_cache or cache is not None
+        ):  # the host goes on in a cache that it is given, so do the streams
             cache = new_cache(self.host.config) if cache is None else cache
             layer = stream_layer(cache, self.host.config)
         length = embeddings_BTD.shape[1]
@@ -293,7 +311,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         self.streams.requires_grad_(what != "host")
         return self
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any) -> None:
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **kwargs: Any
+    ) -> None:
         given = getattr(gradient_checkpointing_func, "keywords", {})
         if enable:
             if given.get("use_reentrant"):
@@ -301,7 +321,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             options = {**given, "use_reentrant": False, "context_fn": self.wires.checkpoint_contexts}
             gradient_checkpointing_func = functools.partial(checkpoint, **options)
         self._checkpointing = enable
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
+        super()._set_gradient_checkpointing(
+            enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Stream):
@@ -311,7 +333,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
 
     # -- generation -----------------------------------------------------------------------------------------------------
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         implementation = generation_config.cache_implementation
         if self.streams and implementation is not None and implementation not in ("dynamic", "offloaded"):
             raise KeelError(
@@ -344,14 +368,20 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
                 pretrained_model_name_or_path, *args, output_loading_info=True, use_safetensors=True, **kwargs
             )
         except SafetensorError as error:
-            raise KeelError(f"{pretrained_model_name_or_path}: the weights file is damaged or truncated ({error})") from error
-        wrong = {kind: list(info[kind])[:3] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+            raise KeelError(
+                f"{pretrained_model_name_or_path}: the weights file is damaged or truncated ({error})"
+            ) from error
+        wrong = {
+            kind: list(info[kind])[:3] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]
+        }
         if wrong:
             raise KeelError(f"{pretrained_model_name_or_path}: the checkpoint does not fit its configuration: {wrong}")
         # Rounding float32 to float16 and then to bfloat16 is not rounding it to bfloat16: such a load cannot be compared.
         comparable = model.dtype in (torch.float32, torch.bfloat16)
         if comparable and fingerprint(model.host) != model.config.host_fingerprint:
-            raise KeelError(f"{pretrained_model_name_or_path}: the host's weights are not those that were saved; copy it anew")
+            raise KeelError(
+                f"{pretrained_model_name_or_path}: the host's weights are not those that were saved; copy it anew"
+            )
         return (model, info) if wants_info else model
 
     def save_streams(self, folder: str | os.PathLike[str]) -> None:
@@ -360,7 +390,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         Raises: KeelError when the host was trained since attach: its weights would be lost; save the whole model.
         """
         if fingerprint(self.host) != self.config.host_fingerprint:
-            raise KeelError("the host's weights changed since attach, and streams alone do not hold them; use save_pretrained")
+            raise KeelError(
+                "the host's weights changed since attach, and streams alone do not hold them; use save_pretrained"
+            )
         save_streams(Path(folder), self.streams.state_dict(), self.config)
 
     # -- embeddings, status ---------------------------------------------------------------------------------------------
@@ -455,7 +487,9 @@ def load(folder: str | os.PathLike[str], backbone: PreTrainedModel | None = None
     path = Path(folder)
     if backbone is None:
         if is_streams_folder(path):
-            raise KeelError(f"{path} holds streams alone; give the host they belong to: keel.load(folder, backbone=host)")
+            raise KeelError(
+                f"{path} holds streams alone; give the host they belong to: keel.load(folder, backbone=host)"
+            )
         return KeelForCausalLM.from_pretrained(path)
     saved, weights = load_streams(path)
     host_family(backbone)
@@ -466,7 +500,9 @@ def load(folder: str | os.PathLike[str], backbone: PreTrainedModel | None = None
             f"backbone {backbone.name_or_path or 'given'} has {found}; load the same checkpoint as the backbone"
         )
     streams = {name: stream_from_config(fields, f"{path}: streams.{name}") for name, fields in saved["streams"].items()}
-    positions = None if saved["positions"] is None else build_config(Positions, saved["positions"], f"{path}: positions")
+    positions = (
+        None if saved["positions"] is None else build_config(Positions, saved["positions"], f"{path}: positions")
+    )
     model = attach(backbone, streams, positions=positions)
     own = model.streams.state_dict()
     wrong = sorted(own.keys() ^ weights.keys()) or sorted(key for key in own if own[key].shape != weights[key].shape)

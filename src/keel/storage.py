@@ -41,7 +41,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 def save_streams(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
     """Write weights, then the description with their checksum: without the description the folder counts as unwritten."""
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()})
-    meta = {"schema": SCHEMA, "sha256": hashlib.sha256(content).hexdigest(), **{name: getattr(config, name) for name in _KEPT}}
+    meta = {
+        "schema": SCHEMA,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        **{name: getattr(config, name) for name in _KEPT},
+    }
     write_atomically(folder / _WEIGHTS, content)
     write_atomically(folder / _META, json.dumps(meta, indent=1).encode())
 
@@ -54,7 +58,9 @@ def is_streams_folder(folder: Path) -> bool:
 def load_streams(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the weights. Raises: KeelError for a folder that is not whole, damaged or of another version."""
     if not is_streams_folder(folder) or not (folder / _WEIGHTS).is_file():
-        raise KeelError(f"{folder} holds no streams (expected {_META} and {_WEIGHTS}); make it with model.save_streams(folder)")
+        raise KeelError(
+            f"{folder} holds no streams (expected {_META} and {_WEIGHTS}); make it with model.save_streams(folder)"
+        )
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Strea
     if kind not in STREAMS:
         raise KeelError(f"{where}: unknown stream type {kind!r}; {suggest(str(kind), STREAMS)}")
     stream_class = STREAMS[kind]
-    config = build_config(stream_class.config_class, fields, where)
+    config: Any = build_config(stream_class.config_class, fields, where)
     return stream_class(config)
 
 

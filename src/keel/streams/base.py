@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from keel.errors import build_config
 from keel.hosts import HostShape
 
 State = dict[str, Tensor]
@@ -88,8 +89,9 @@ class Stream(nn.Module):
     config: Any
     step: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any = None, **fields: Any) -> None:
         super().__init__()
+        self.config = build_config(self.config_class, fields, type(self).__name__) if config is None else config
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def build(self, shape: HostShape) -> None:

@@ -14,7 +14,6 @@ channels (1 or D).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,14 +70,20 @@ class StructuralConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise KeelError(f"structural stream: {name}={getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}")
+                raise KeelError(
+                    f"structural stream: {name}={getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}"
+                )
         unknown = [site for site in self.norm_sites if site not in _NORM_SITES]
         if unknown or not self.norm_sites:
-            raise KeelError(f"structural stream: norm_sites={self.norm_sites!r}; {suggest(str(unknown[:1]), _NORM_SITES)}")
+            raise KeelError(
+                f"structural stream: norm_sites={self.norm_sites!r}; {suggest(str(unknown[:1]), _NORM_SITES)}"
+            )
         if self.confidence_penalty < 0 or self.gate_warmup_steps < 0:
             raise KeelError("structural stream: confidence_penalty and gate_warmup_steps are >= 0")
         if len(self.temperature) != 3 or min(self.temperature[:2]) <= 0 or self.temperature[2] < 0:
-            raise KeelError(f"structural stream: temperature={self.temperature!r}; give (first > 0, last > 0, steps >= 0)")
+            raise KeelError(
+                f"structural stream: temperature={self.temperature!r}; give (first > 0, last > 0, steps >= 0)"
+            )
 
 
 class StructuralFlow(Flow):
@@ -88,6 +93,7 @@ class StructuralFlow(Flow):
         self.inputs = inputs
         self.states_GBTD = states_GBTD
         self.final_GBD = final_GBD
+        self.history_GBTD: Tensor | None = None
         self.gate_from_state_GBTS: Tensor | None = None
         self.gate_hidden_SCD: Tensor | None = None
         self.gate_scale: Tensor | None = None
@@ -112,10 +118,7 @@ class StructuralStream(Stream):
 
     type_name = "structural"
     config_class = StructuralConfig
-
-    def __init__(self, config: StructuralConfig | None = None, **fields: Any) -> None:
-        super().__init__()
-        self.config: StructuralConfig = config if config is not None else _config_from(fields)
+    config: StructuralConfig
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist."""
@@ -125,7 +128,9 @@ class StructuralStream(Stream):
             raise KeelError(f"structural stream: layers={layers}, but the host has layers 0 to {shape.num_layers - 1}")
         self.site_index = {
             pair: index
-            for index, pair in enumerate((_NORM_SITES[site], layer) for layer in layers for site in self.config.norm_sites)
+            for index, pair in enumerate(
+                (_NORM_SITES[site], layer) for layer in layers for site in self.config.norm_sites
+            )
         }
         shared = self.config.share == "model"
         self.group_of = {layer: 0 if shared else index for index, layer in enumerate(layers)}
@@ -177,17 +182,22 @@ class StructuralStream(Stream):
 
     def open(self, inputs: PassInputs, state: State) -> StructuralFlow:
         """Run the recurrence over the pass (Eq. 2) and the part of every gate that depends on it alone."""
+        # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
         normed_BTD = self.norm(inputs.embeddings_BTD.to(self.norm.weight.dtype))
+        normed_BTD = normed_BTD.to(torch.promote_types(normed_BTD.dtype, torch.float32))
         previous = state.get("g")
         previous_GBD = None if previous is None else previous.transpose(0, 1)
         states_GBTD, final_GBD = run_padded(
             self._recurrence, normed_BTD, inputs.attended_BT, previous_GBD, inputs.document_starts_BT
         )
         flow = StructuralFlow(inputs, states_GBTD.to(inputs.embeddings_BTD.dtype), final_GBD)
+        flow.history_GBTD = states_GBTD if inputs.keep_history else None
         temperature = self.temperature()
         flow.gate_hidden_SCD = self.gate_hidden / temperature
         if self.config.gate == "scalar":
-            flow.gate_from_state_GBTS = F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0]) / temperature
+            flow.gate_from_state_GBTS = (
+                F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0]) / temperature
+            )
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
         return flow
@@ -217,15 +227,17 @@ class StructuralStream(Stream):
         alphas = [flow.alphas[index] for index in sorted(flow.alphas)]
         losses = {}
         if self.config.confidence_penalty and alphas:
-            spread_BT = sum((alpha * (1 - alpha)).float().mean(-1) for alpha in alphas) / len(alphas)
+            spread_BT = torch.stack([(alpha * (1 - alpha)).float().mean(-1) for alpha in alphas]).mean(0)
             if inputs.attended_BT is not None:
                 spread_BT = spread_BT * inputs.attended_BT
             losses["confidence"] = StreamLoss(token_sum=-spread_BT.sum(), weight=self.config.confidence_penalty)
         return PassResult(
             state={"g": flow.final_GBD.transpose(0, 1)},
-            history={"g": flow.states_GBTD.permute(1, 2, 0, 3)} if inputs.keep_history else {},
+            history={} if flow.history_GBTD is None else {"g": flow.history_GBTD.permute(1, 2, 0, 3)},
             losses=losses,
-            signals={"gate": torch.cat([a.mean(-1, keepdim=True) for a in alphas], -1)} if inputs.collect_signals else {},
+            signals={"gate": torch.cat([a.mean(-1, keepdim=True) for a in alphas], -1)}
+            if inputs.collect_signals
+            else {},
         )
 
     def _recurrence(
@@ -233,7 +245,13 @@ class StructuralStream(Stream):
     ) -> tuple[Tensor, Tensor]:
         if self.config.cell == "gru":
             return gru(
-                inputs_BTD, self.weight_input, self.weight_state, self.bias_input, self.bias_state, state_GBD, document_starts_BT
+                inputs_BTD,
+                self.weight_input,
+                self.weight_state,
+                self.bias_input,
+                self.bias_state,
+                state_GBD,
+                document_starts_BT,
             )
         rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
         decay_GBTD = 1 - rate_GBTD
@@ -242,7 +260,8 @@ class StructuralStream(Stream):
         return linear_scan(decay_GBTD, rate_GBTD * candidate_GBTD, state_GBD)
 
     def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        projected = torch.einsum("...td,grd->g...tr", inputs_BTD, self.weight_input) + self.bias_input[:, None, None]
+        weighted = torch.einsum("...td,grd->g...tr", inputs_BTD.to(self.weight_input.dtype), self.weight_input)
+        projected = (weighted + self.bias_input[:, None, None]).to(inputs_BTD.dtype)
         rate_GBTD, candidate_GBTD = projected.chunk(2, -1)
         return torch.sigmoid(rate_GBTD), torch.tanh(candidate_GBTD)
 
@@ -300,11 +319,3 @@ def reference_bias(stream: StructuralStream, site: str, layer: int, hidden_BTD: 
         alpha_BTC = alpha_BTC * min(1.0, stream.step.item() / stream.config.gate_warmup_steps)
     scale_D = stream.scale[index] if stream.config.init == "identity" else 1.0
     return hidden_BTD + alpha_BTC * g_BTD * scale_D
-
-
-def _config_from(fields: dict[str, Any]) -> StructuralConfig:
-    names: Sequence[str] = [name for name in StructuralConfig.__dataclass_fields__]
-    for name in fields:
-        if name not in names:
-            raise KeelError(f"StructuralStream: unknown option {name!r}; {suggest(name, names)}")
-    return StructuralConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
