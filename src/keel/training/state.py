@@ -32,23 +32,21 @@ _WEIGHTS, _OPTIMIZER, _SETTINGS = "weights.safetensors", "optimizer.safetensors"
 
 def save_training_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, writes: bool) -> None:
     """Write weights and optimizer; every process takes part in the gathering, the one with ``writes`` writes."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = _tensors(get_model_state_dict(model, options=options))
-    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    given: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     if not writes:
         return
     save_file(_without_aliases(weights), folder / _WEIGHTS)
-    save_file(
-        {key: value.contiguous() for key, value in moments.items() if isinstance(value, Tensor)}, folder / _OPTIMIZER
-    )
-    settings = {key: value for key, value in moments.items() if not isinstance(value, Tensor)}
-    (folder / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    moments = {f"{name}|{key}": value for name, state in given["state"].items() for key, value in state.items()}
+    save_file({key: value.contiguous() for key, value in moments.items()}, folder / _OPTIMIZER)
+    (folder / _SETTINGS).write_text(json.dumps(given["param_groups"]), encoding="utf-8")
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load the weights of a checkpoint into ``model``.  Raises: KeelError when they are another model's."""
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    wanted = _tensors(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    options = StateDictOptions(full_state_dict=True)
+    wanted = _tensors(get_model_state_dict(model, options=options))
     given = load_file(folder / _WEIGHTS)
     aliases = _aliases(wanted)
     complete = {name: given[aliases.get(name, name)] for name in wanted if aliases.get(name, name) in given}
@@ -64,10 +62,15 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer's state of a checkpoint."""
-    given: dict[str, Any] = dict(load_file(folder / _OPTIMIZER))
-    given.update(json.loads((folder / _SETTINGS).read_text(encoding="utf-8")))
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, given, options=options)
+    state: dict[str, Any] = {}
+    for name, moment in load_file(folder / _OPTIMIZER).items():
+        parameter, _, key = name.rpartition("|")
+        state.setdefault(parameter, {})[key] = moment
+    groups = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    for group in groups:
+        group["betas"] = tuple(group["betas"])
+    given: Any = {"state": state, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, given, options=StateDictOptions(full_state_dict=True))
 
 
 def save_random_state(folder: Path, rank: int) -> None:

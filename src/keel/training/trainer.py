@@ -304,9 +304,6 @@ class PhaseTrainer(Trainer):
 
     def _save_json(self, folder: Path) -> None:
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        (folder / "scheduler.json").write_text(
-            json.dumps({"last_epoch": self.lr_scheduler.last_epoch, "_step_count": self.lr_scheduler._step_count})
-        )
         (folder / "record.json").write_text(json.dumps(vars(self.record)), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -317,7 +314,9 @@ class PhaseTrainer(Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model_wrapped, _inner(self.optimizer))
-        self.lr_scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
+        # The schedule is a function of the step, and the step is in the state that the library has read.
+        self.lr_scheduler.last_epoch = self.state.global_step
+        self.lr_scheduler._step_count = self.state.global_step + 1
         self.lr_scheduler._last_lr = [group["lr"] for group in _inner(self.optimizer).param_groups]
         self._load_record(folder)
 
