@@ -106,7 +106,8 @@ def comparison_tables(results: Results) -> tuple[Table, Table]:
     metrics = list(dict.fromkeys(given.metric for given in results.comparisons))
     main = [name for name in metrics if name in ends or split_metric(name) is None]
     pairs = list(dict.fromkeys(_stream_first(results, given.arm, given.baseline) for given in results.comparisons))
-    pairs.sort(key=lambda pair: (not results.arms[pair[0]].streams, bool(results.arms[pair[1]].streams)))
+    order = list(results.arms)
+    pairs.sort(key=lambda pair: (not results.arms[pair[0]].streams, order.index(pair[0]), order.index(pair[1])))
     with_stream = [pair for pair in pairs if results.arms[pair[0]].streams]
     return (
         _comparison_table(results, "Paired comparisons", with_stream or pairs, main),
