@@ -57,7 +57,7 @@ def test_equals_reference(case, with_state, with_starts):
 
 @pytest.mark.parametrize("index", range(6))
 def test_comparison_notices_a_small_change(index):
-    inputs, weights, state, starts = make(2, 2, 5, 3, 4)
+    inputs, weights, state, _ = make(2, 2, 5, 3, 4)
     before = everything(gru, inputs, weights, state, None)
     tensors = [inputs, *weights, state]
     with torch.no_grad():

@@ -95,7 +95,7 @@ def test_pieces_equal_the_whole(pattern, dtype):
         )
         pieces.append(piece)
     exact = dtype == torch.float64
-    # the carried state is float32 at least, so that bfloat16 pieces differ from the whole by the rounding of float32 sums
+    # the carried state is float32 at least: bfloat16 pieces differ from the whole by the rounding of float32 sums
     torch.testing.assert_close(
         carried, final.to(carried.dtype), rtol=1e-12 if exact else 1e-5, atol=1e-12 if exact else 1e-5
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keel.errors import ShapeError
 
-BLOCK_STEPS = 32  # steps whose gates are prepared at a time: few enough to stay in the processor's cache
+BLOCK_STEPS = 64  # steps whose gates are prepared at a time: few enough to stay in the processor's cache
 
 
 def reference_gru(
@@ -63,16 +63,16 @@ def gru(
     """Run G independent GRUs over the same sequence.
 
     Cho et al. 2014 in the convention of ``torch.nn.GRU``: ``r, z = sigmoid(W x + b + U h + c)``,
-    ``n = tanh(W x + b + r (U h + c))``, ``h' = (1 - z) n + z h``. Computed in at least float32 whatever the dtype of the
-    inputs, also under autocast.
+    ``n = tanh(W x + b + r (U h + c))``, ``h' = (1 - z) n + z h``. Computed in at least float32 whatever the dtype of
+    the inputs, also under autocast.
 
     Args:
         inputs_BTD: what every group reads; T at least 1.
         weight_ih_G3HD, weight_hh_G3HH, bias_ih_G3H, bias_hh_G3H: as in ``torch.nn.GRU``, each with a group dimension.
         state_GBH: the state before the first token; zeros when None.
         document_starts_BT: bool, True where the state is set to zero before the token is read.
-    Returns: the states after every token [G, B, T, H] in the dtype of ``inputs_BTD`` (a view: in memory, time comes before
-        batch), and the state after the last one [G, B, H] in the dtype of the computation, so that a sequence read in
+    Returns: the states after every token [G, B, T, H] in the dtype of ``inputs_BTD`` (a view: in memory, time comes
+        before batch), and the state after the last one [G, B, H] in the dtype of the computation, so that a sequence read in
         pieces gives what it gives whole. Differentiable once in every tensor but the document starts.
     Raises: ShapeError, naming the argument that does not fit.
     Reference twin: ``reference_gru``.
@@ -85,13 +85,13 @@ def gru(
     tensors = (inputs_BTD, weight_ih_G3HD, weight_hh_G3HH, bias_ih_G3H, bias_hh_G3H, state_GBH)
     keep_TB = None if document_starts_BT is None else document_starts_BT.logical_not().T.to(dtype)
     with torch.autocast(inputs_BTD.device.type, enabled=False):
-        arguments = [tensor.to(dtype) for tensor in tensors]
+        inputs, weight_ih, weight_hh, bias_ih, bias_hh, state = (tensor.to(dtype) for tensor in tensors)
         if inputs_BTD.shape[1] == 1:
-            states_GBTH = _single_step(*arguments, keep_TB).unsqueeze(2)
+            states_GBTH = _single_step(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state, keep_TB).unsqueeze(2)
         elif _cudnn_fits(inputs_BTD, weight_hh_G3HH, document_starts_BT):
-            states_GBTH = _cudnn_gru(*arguments)
+            states_GBTH = _cudnn_gru(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state)
         else:
-            states_GBTH = _sequence(*arguments, keep_TB)
+            states_GBTH = _sequence(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state, keep_TB)
     return states_GBTH.to(inputs_BTD.dtype), states_GBTH[:, :, -1]
 
 
@@ -135,10 +135,10 @@ def _single_step(
     """Read one token, as decoding does, in few plain differentiable calls. Returns the new state [G, B, H]."""
     if keep_1B is not None:
         state_GBH = state_GBH * keep_1B[0, :, None]
-    inputs_GBD = inputs_B1D[:, 0].expand(weight_hh_G3HH.shape[0], -1, -1)
-    from_input = torch.baddbmm(bias_ih_G3H[:, None], inputs_GBD, weight_ih_G3HD.mT)
+    groups, _, size = state_GBH.shape
+    from_inputs = torch.addmm(bias_ih_G3H.flatten(), inputs_B1D[:, 0], weight_ih_G3HD.flatten(0, 1).T)
+    from_input = from_inputs.unflatten(-1, (groups, 3 * size)).transpose(0, 1)
     from_state = torch.baddbmm(bias_hh_G3H[:, None], state_GBH, weight_hh_G3HH.mT)
-    size = state_GBH.shape[-1]
     reset, update = torch.sigmoid(from_input[..., : 2 * size] + from_state[..., : 2 * size]).chunk(2, dim=-1)
     new = torch.tanh(torch.addcmul(from_input[..., 2 * size :], reset, from_state[..., 2 * size :]))
     return torch.lerp(new, state_GBH, update)
@@ -267,7 +267,7 @@ def gru_backward(
     keep_TB: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the gradients' recurrence. Returns those before the activations [G, T, B, K] and of the state [G, B, H]."""
-    groups, length, batch, size = grad_states_GTBH.shape
+    length, size = grad_states_GTBH.shape[1], grad_states_GTBH.shape[3]
     grads_GTBK = torch.empty_like(gates_GTBK)
     recurrent_GJH = _state_gates_first(weight_hh_G3HH).contiguous()
     grad_state_GBH = grad_states_GTBH[:, -1].clone()
@@ -275,8 +275,8 @@ def gru_backward(
     for begin in reversed(range(0, length, BLOCK_STEPS)):
         block = slice(begin, min(begin + BLOCK_STEPS, length))
         _local_gradients(gates_GTBK[:, block], previous_GTBH[:, block], grads_GTBK[:, block])
-        for part in _parts(groups, grad_state_GBH):
-            upstream = list(grad_states_GTBH[part].unbind(-3)[max(begin - 1, 0) : block.stop - 1])
+        for part in _parts(len(grad_state_GBH), grad_state_GBH):
+            upstream = list(grad_states_GTBH[part, max(begin - 1, 0) : block.stop - 1].unbind(-3))
             if begin == 0:
                 upstream.insert(0, none_before[part])
             update = gates_GTBK[part, block, :, 2 * size : 3 * size]
@@ -365,12 +365,16 @@ def _backward(ctx, grad_states_GTBH: Tensor | None, _: None):  # type: ignore[no
     needs_inputs, needs_ih, needs_hh, needs_bias_ih, needs_bias_hh, *_ = ctx.needs_input_grad
     grad_inputs = grad_ih = grad_hh = grad_bias_ih = grad_bias_hh = None
     if needs_inputs:
-        grad_inputs = sum(grad @ weight for grad, weight in zip(from_input, weight_ih_G3HD, strict=True))
+        grad_inputs = from_input[0] @ weight_ih_G3HD[0]
+        for grad, weight in zip(from_input[1:], weight_ih_G3HD[1:], strict=True):
+            grad_inputs = torch.addmm(grad_inputs, grad, weight)
         grad_inputs = grad_inputs.view_as(inputs_TBD)
     if needs_ih:
-        grad_ih = from_input.mT @ inputs_TBD.flatten(0, 1)
+        grad_ih = torch.stack([grad.T @ inputs_TBD.flatten(0, 1) for grad in from_input])
     if needs_hh:
-        grad_hh = (from_state.mT @ previous_GTBH.flatten(1, 2)).roll(-size, dims=1)
+        previous_GNH = previous_GTBH.flatten(1, 2)
+        grad_hh = torch.stack([grad.T @ previous for grad, previous in zip(from_state, previous_GNH, strict=True)])
+        grad_hh = grad_hh.roll(-size, dims=1)
     if needs_bias_ih:
         grad_bias_ih = from_input.sum(1)
     if needs_bias_hh:

@@ -78,7 +78,7 @@ def run_padded(
         state_GBH: the state before the first token; None for zeros.
         document_starts_BT: bool, handed to the recurrence with its tokens; without effect at a padded token.
     Returns: the state at every column [G, B, T, H] in the dtype of ``inputs_BTD`` (at a padded column that of the last
-        attended token before it, or the initial one), and the state after the last attended token [G, B, H], not rounded.
+        attended token before it, or the initial one), and the state after the last attended token [G, B, H], unrounded.
     Raises: ShapeError when the mask does not fit the inputs.
     Reference twin: ``reference_run_padded``.
     """

@@ -2,9 +2,9 @@
 
 Shape suffixes: B batch (or any leading dimensions), T time, H state width.
 
-The fast path cuts time into chunks that run side by side: a first pass finds what each chunk adds and keeps, a walk over the
-chunks finds the state at which each begins, a second pass computes the states. It only multiplies and adds, as the
-recurrence does, so decays near or at zero are safe. One opaque operator, ``keel::linear_scan``, with a hand-written backward.
+The fast path cuts time into chunks that run side by side: a first pass finds what each chunk adds and keeps, a walk over
+the chunks finds the state at which each begins, a second pass computes the states. It only multiplies and adds, as the
+recurrence does, so decays near or at zero are safe. One opaque operator, ``keel::linear_scan``, with its own backward.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def linear_scan(decay_BTH: Tensor, input_BTH: Tensor, state_BH: Tensor | None = 
     """Run ``h_t = decay_t * h_(t-1) + input_t``, element by element, in at least float32.
 
     Args:
-        decay_BTH: what is kept of the state, in [0, 1]; any number of leading dimensions, T at least 1. Zero forgets all, so
-            that a document can begin there.
+        decay_BTH: what is kept of the state, in [0, 1]; any number of leading dimensions, T at least 1. Zero forgets
+            all, so that a document can begin there.
         input_BTH: what is added, same shape.
         state_BH: the state before the first step; zeros when None.
-    Returns: the states after every step [..., T, H] in the dtype of ``input_BTH``, and the state after the last one [..., H]
-        in the dtype of the computation. Differentiable once in all three.
+    Returns: the states after every step [..., T, H] in the dtype of ``input_BTH``, and the state after the last one
+        [..., H] in the dtype of the computation. Differentiable once in all three.
     Raises: ShapeError, naming the argument that does not fit.
     Reference twin: ``reference_linear_scan``.
     """
@@ -96,14 +96,15 @@ def _(
 
 
 def _scan(decay: Tensor, inputs: Tensor, state: Tensor, out: Tensor, reverse: bool = False) -> None:
-    """Fill ``out`` [..., T, H]; with ``reverse`` from the last step to the first, ``state`` being what follows the last."""
+    """Fill ``out`` [..., T, H]; with ``reverse`` from the last step to the first, ``state`` being what follows it."""
     length = inputs.shape[-2]
     chunks = _num_chunks(length, state)
     steps = length // chunks
     if chunks > 1:
         grid = slice(length - chunks * steps, length) if reverse else slice(0, chunks * steps)
         pieces = [tensor[..., grid, :].unflatten(-2, (chunks, steps)) for tensor in (decay, inputs, out)]
-        _scan_steps(*pieces, _chunk_states(pieces[0], pieces[1], state, reverse), reverse)
+        begins = _chunk_states(pieces[0], pieces[1], state, reverse)
+        _scan_steps(pieces[0], pieces[1], pieces[2], begins, reverse)
         state = out[..., grid, :][..., 0 if reverse else -1, :]
         rest = slice(0, grid.start) if reverse else slice(grid.stop, length)
         decay, inputs, out = decay[..., rest, :], inputs[..., rest, :], out[..., rest, :]
