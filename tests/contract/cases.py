@@ -67,7 +67,7 @@ HOST_CASES: dict[str, Callable[[], PreTrainedConfig]] = {
 class StreamCase:
     """A stream of the suite.
 
-    ``everywhere``: the costly behaviours run with it on every host and not on the first alone; set for one or two a mechanism.
+    ``everywhere``: the costly behaviours run with it on every host, not on the first alone; for one or two a mechanism.
     ``identity``: attaching it changes nothing.
     """
 
@@ -142,8 +142,8 @@ def check_visible(model: keel.KeelForCausalLM) -> None:
     assert (with_streams - without).abs().max() > 1e-2, "the perturbed stream changes nothing: this test could not fail"
 
 
-# every_case: the whole table. spread_cases: every host with the streams marked `everywhere`, every stream on the first host.
-# thin_cases: every host with the first stream, every stream on the first host. host_cases, stream_cases: one of these halves.
+# every_case: the whole table. spread_cases: every host with the streams marked `everywhere`, every stream on the first
+# host. thin_cases: every host with the first stream, every stream on the first host; host_cases and stream_cases: its halves.
 ALL_CASES = [Case(host, stream) for host in HOST_CASES for stream in STREAM_CASES]
 FIRST_HOST, FIRST_STREAM = next(iter(HOST_CASES)), next(iter(STREAM_CASES))
 SPREAD_CASES = [case for case in ALL_CASES if case.host_name == FIRST_HOST or case.stream.everywhere]

@@ -55,7 +55,7 @@ def _train_streams_once(model: keel.KeelForCausalLM, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("side", ["left", "right", "interior"])
 @every_case
 def test_padding_changes_nothing(case: Case, side: str) -> None:
-    # A sliding window counts columns, padded ones too: behind interior padding a host itself sees less, unless all fits in it.
+    # A sliding window counts columns, padded ones too: behind interior padding a host itself sees less, unless all fits.
     lengths, width = ((6, 4, 2), WINDOW) if side == "interior" else ((LENGTH, 7, 3), LENGTH)
     rows, model = [tokens(1, length, seed=length)[0] for length in lengths], case.model()
     batch = pad(rows, side, width)
@@ -156,11 +156,13 @@ def test_a_deep_copy_is_independent(case: Case) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @every_case
-def test_bf16_stays_finite(case: Case) -> None:
+def test_bf16_stays_finite(case: Case, padded: bool) -> None:
     model = case.model().to(torch.bfloat16).trainable("all").train()
     ids = tokens(2, LENGTH)
-    output = model(ids, labels=ids)
+    batch = pad([ids[0], ids[1, :4]], "left")._asdict() if padded else {"input_ids": ids}
+    output = model(**batch, labels=ids)
     output.loss.backward()
     assert output.logits.dtype is torch.bfloat16
     assert output.logits.isfinite().all() and output.loss.isfinite()
@@ -175,6 +177,10 @@ def test_a_cache_of_the_users_own_works(case: Case) -> None:
         for cache in (DynamicCache(), DynamicCache(config=model.host.config)):
             pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in ids.split(5, 1)]
             close(torch.cat(pieces, 1), expected)
+        cache = DynamicCache(config=model.host.config)
+        for piece in ids.split(5, 1):  # hosts read and fill a cache that they are given, whatever use_cache says
+            last = model(piece, past_key_values=cache, use_cache=False).logits
+        close(last, expected[:, -last.shape[1] :])
 
 
 @host_cases
@@ -189,3 +195,8 @@ def test_caches_that_would_lose_the_state_are_refused(case: Case) -> None:
         model(ids, past_key_values=filled, use_cache=True)
     with pytest.raises(keel.KeelError, match="filled without the streams"):
         model(ids, past_key_values=filled, use_cache=True)
+    own = model(ids, use_cache=True).past_key_values
+    with model.disable_streams():
+        model(ids, past_key_values=own, use_cache=True)
+    with pytest.raises(keel.KeelError, match="holds 10 tokens, of which they saw 5"):
+        model(ids, past_key_values=own, use_cache=True)

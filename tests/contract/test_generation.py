@@ -1,6 +1,6 @@
 """Decoding through the cache equals its uncached or unbatched reference, whichever way tokens are chosen.
 
-Tokens and the logits that they were chosen from are compared, so that a lost state shows even where the token is the same.
+Tokens and the logits that they were chosen from are compared: a lost state shows even where the token is the same.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_beams_from_a_left_padded_batch_equal_each_row_alone_uncached(case: Case
 
 
 def _proposer(helper: Any, expected: Decoded) -> Any:
-    """Make an assistant of the model: always three proposals, and one of the tokens to come is one that it never proposes."""
+    """Make an assistant of the model: always three proposals, but never a certain one of the tokens to come."""
     helper.generation_config.num_assistant_tokens = 3
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     helper.generation_config.assistant_confidence_threshold = 0.0
@@ -151,6 +151,22 @@ def test_a_conversation_continues_from_the_returned_cache(case: Case) -> None:
     longer = torch.cat([ids, first.new, tokens(1, 3, seed=8)], 1)
     expected = _reference(model, longer)
     _same(_decode(model, longer, past_key_values=first.cache), expected)
+
+
+@stream_cases
+def test_a_rollback_in_bf16_is_as_exact_as_the_state(case: Case) -> None:
+    model, ids = case.model().to(torch.bfloat16), tokens(1, 8)
+    with torch.no_grad():
+        straight, rolled = (model(ids[:, :1], use_cache=True).past_key_values for _ in range(2))
+        rolled.activate_past_recording()
+        for token in ids[:, 1:4].split(1, 1):
+            model(token, past_key_values=straight)
+        for token in ids[:, 1:].split(1, 1):
+            model(token, past_key_values=rolled)
+        rolled.crop(-4)
+    for name, state in straight.layers[-1].states.items():
+        for key, value in state.items():
+            assert torch.equal(rolled.layers[-1].states[name][key], value)
 
 
 @stream_cases
