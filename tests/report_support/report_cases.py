@@ -122,6 +122,7 @@ def make_results(
             versions={"python": "3.11.2", "keel": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
             device="2 CPU cores, 7.6 GiB",
             seeds=list(SEEDS),
+            documents=24,
             started=datetime(2026, 3, 1, 9, 30, tzinfo=UTC),
             wall_s=6312.0,
         ),

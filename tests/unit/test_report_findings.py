@@ -84,6 +84,16 @@ def test_sentences_tell_lengths_growth_training_parameters_and_seeds() -> None:
     assert "3 seeds" in text
 
 
+def test_few_seeds_and_few_documents_are_said() -> None:
+    data = two_arms(4.3, 0.06).model_dump(by_alias=True)
+    data["provenance"]["documents"] = 24
+    assert "24 documents" not in " ".join(verdict(Results.model_validate(data)).sentences)
+    data["provenance"]["documents"] = 3
+    assert (
+        "holds 3 documents: intervals over so few are too narrow" in verdict(Results.model_validate(data)).sentences[-1]
+    )
+
+
 def test_unmatched_parameters_are_said() -> None:
     data = make_results().model_dump(by_alias=True)
     data["arms"]["window_structural"]["params_total"] = 2_000_000

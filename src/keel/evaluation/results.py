@@ -126,6 +126,7 @@ class Provenance(_Model):
     versions: dict[Name, str]
     device: str
     seeds: Annotated[list[StrictInt], Field(min_length=1)]
+    documents: Count | None = None
     started: AwareDatetime
     wall_s: Annotated[Number, Field(ge=0)]
 

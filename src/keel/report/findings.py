@@ -12,6 +12,8 @@ from typing import Literal
 from keel.evaluation.results import Arm, Metric, Results
 from keel.report.text import interval, joined, metric_phrase, number, probability, split_metric
 
+FEW_DOCUMENTS = 20
+"""Below so many documents a percentile bootstrap is visibly too narrow, and the report says so."""
 Status = Literal["helped", "undecided", "did not help", "no stream"]
 
 
@@ -333,7 +335,12 @@ def _parameter_sentences(results: Results, arm: str, peer: str) -> list[str]:
 
 
 def _cautions(results: Results) -> list[str]:
-    num_seeds = len(results.provenance.seeds)
+    num_seeds, num_documents = len(results.provenance.seeds), results.provenance.documents
+    cautions = []
     if num_seeds == 1:
-        return ["One seed: intervals are over documents alone and say nothing about another initialisation."]
-    return [f"{num_seeds} seeds: the spread between seeds is itself uncertain."] if num_seeds < 5 else []
+        cautions.append("One seed: intervals are over documents alone and say nothing about another initialisation.")
+    elif num_seeds < 5:
+        cautions.append(f"{num_seeds} seeds: the spread between seeds is itself uncertain.")
+    if num_documents is not None and num_documents < FEW_DOCUMENTS:
+        cautions.append(f"The evaluation text holds {num_documents} documents: intervals over so few are too narrow.")
+    return cautions

@@ -99,6 +99,7 @@ def provenance_of(results: Results) -> list[tuple[str, str]]:
         ("Duration", duration(given.wall_s)),
         ("Device", given.device),
         ("Seeds", ", ".join(str(seed) for seed in given.seeds)),
+        ("Evaluation documents", "not recorded" if given.documents is None else f"{given.documents:,}"),
         ("Commit", given.git or "not in a checkout"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in given.versions.items())),
     ]
