@@ -284,7 +284,9 @@ def generate(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "do_sample": sample}
     if sample:
         options["temperature"] = temperature
-    out.print(escape(continue_text(checkpoint, prompt, seed=seed, device=_device(device), **options)))
+    with _working():
+        text = continue_text(checkpoint, prompt, seed=seed, device=_device(device), **options)
+    print(text)  # rich would take control characters out
 
 
 @app.command()
@@ -350,7 +352,10 @@ def _resume_line(folder: Path) -> str:
 
 @contextmanager
 def _working() -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being done."""
+    """Show on stderr what is being done, in place of the bars of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     with Console(stderr=True).status("reading the checkpoint") as status:
         yield status.update
 
