@@ -36,7 +36,7 @@ from keel.hosts import fingerprint, host_family, host_shape, logits_from_hidden,
 from keel.positions import Positions, set_positions
 from keel.storage import is_streams_folder, load_streams, save_streams
 from keel.streams import stream_from_config
-from keel.streams.base import Flow, InputHook, OutputHook, PassInputs, PassResult, Stream, Wires
+from keel.streams.base import Flow, InputHook, OutputHook, PassInputs, PassResult, SiteHook, Stream, Wires
 
 
 class KeelConfig(PreTrainedConfig):
@@ -96,6 +96,11 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         super().__init__(config)
         if host is None:
+            if config.text_config is None:
+                raise KeelError(
+                    f"{config.name_or_path or 'the configuration'} says no host (text_config): its config.json is missing, or of "
+                    "another kind of model; put streams beside a bare host with keel.attach"
+                )
             host = AutoModelForCausalLM.from_config(config.text_config)
         else:
             _mark_initialized(host)
@@ -352,9 +357,15 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
     # -- saving and loading ---------------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save host and streams as one checkpoint (safetensors), with a fingerprint of the host's weights as they are now."""
+        """Save host and streams as one checkpoint (safetensors), with a fingerprint of the host's weights as they are now.
+
+        Raises: KeelError when the disk is full or the folder cannot be written; what it holds then is no checkpoint any more.
+        """
         self.config.host_fingerprint = fingerprint(self.host)
-        super().save_pretrained(save_directory, **kwargs)
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        except (OSError, SafetensorError) as error:
+            raise KeelError(f"cannot write the checkpoint {save_directory}: {error}") from error
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -365,12 +376,17 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, use_safetensors=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                **{**kwargs, "output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True},
             )
         except SafetensorError as error:
             raise KeelError(
                 f"{pretrained_model_name_or_path}: the weights file is damaged or truncated ({error})"
             ) from error
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise KeelError(f"{pretrained_model_name_or_path} holds no whole checkpoint of Keel: {reason}") from error
         wrong = {
             kind: list(info[kind])[:3] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]
         }
@@ -459,10 +475,15 @@ def attach(
         positions: replace the host's position scheme (a baseline of its own), None to leave it.
     Raises: KeelError naming what is not supported and why.
     """
+    if isinstance(host, KeelForCausalLM) or _carries_hooks(host):
+        raise KeelError("this host already has streams; detach() first, or give all streams in one attach")
     host_family(host)
     named = {streams.type_name: streams} if isinstance(streams, Stream) else dict(streams)
-    if any(isinstance(module, Stream) for module in host.modules()):
-        raise KeelError("this host already has streams; detach() first, or give all streams in one attach")
+    taken = [name for name in named if not name.isidentifier() or hasattr(nn.ModuleDict(), name)]
+    if taken:
+        raise KeelError(
+            f"a stream cannot be named {taken[0]!r}: give a Python identifier that is no attribute of ModuleDict"
+        )
     config = KeelConfig(
         text_config=host.config,
         streams={name: stream.to_config() for name, stream in named.items()},
@@ -507,9 +528,18 @@ def load(folder: str | os.PathLike[str], backbone: PreTrainedModel | None = None
     own = model.streams.state_dict()
     wrong = sorted(own.keys() ^ weights.keys()) or sorted(key for key in own if own[key].shape != weights[key].shape)
     if wrong:
+        model.detach()
         raise KeelError(f"{path}: the saved weights do not fit the streams' configuration: {', '.join(wrong[:3])}")
     model.streams.load_state_dict(weights)
     return model
+
+
+def _carries_hooks(host: nn.Module) -> bool:
+    return any(
+        isinstance(hook, SiteHook)
+        for module in host.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
 
 
 def _mark_initialized(host: nn.Module) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     Raises: KeelError when the disk is full or the folder cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    write_together({path: content})
+
+
+def write_together(files: Mapping[Path, bytes]) -> None:
+    """Write several files, none of them in its place before all are wholly on the disk; then in the order given.
+
+    Raises: KeelError when the disk is full or a folder cannot be written.
+    """
+    partials = {path: path.with_name(path.name + ".partial") for path in files}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partials[path], "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, partial in partials.items():
+            os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise KeelError(f"cannot write {path}: {error.strerror}; what was there before is intact") from error
+        for partial in partials.values():
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        names = ", ".join(map(str, files))
+        raise KeelError(f"cannot write {names}: {error.strerror}; what was there before is intact") from error
 
 
 def save_streams(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
@@ -46,8 +61,7 @@ def save_streams(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
         "sha256": hashlib.sha256(content).hexdigest(),
         **{name: getattr(config, name) for name in _KEPT},
     }
-    write_atomically(folder / _WEIGHTS, content)
-    write_atomically(folder / _META, json.dumps(meta, indent=1).encode())
+    write_together({folder / _WEIGHTS: content, folder / _META: json.dumps(meta, indent=1).encode()})
 
 
 def is_streams_folder(folder: Path) -> bool:
@@ -65,8 +79,9 @@ def load_streams(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise KeelError(f"{folder / _META} is damaged ({error}); save the streams again") from error
-    if meta.get("schema") != SCHEMA:
-        raise KeelError(f"{folder / _META} has schema {meta.get('schema')!r}, this version reads {SCHEMA!r}")
+    schema = meta.get("schema") if isinstance(meta, dict) else None
+    if schema != SCHEMA:
+        raise KeelError(f"{folder / _META} has schema {schema!r}, this version reads {SCHEMA!r}")
     missing = [name for name in ("sha256", *_KEPT) if name not in meta]
     if missing:
         raise KeelError(f"{folder / _META} is damaged: field {missing[0]!r} is missing; save the streams again")
