@@ -86,7 +86,7 @@ def make_results(
     """A whole results file; `compare` says whether it holds paired comparisons of stream arms with the others."""
     arms = ARMS if arms is None else arms
     scores = make_scores(arms, lengths, noise=noise)
-    bootstrap = Bootstrap(len(SEEDS), 24, resamples=999)
+    bootstrap = Bootstrap(len(SEEDS), 24, resamples=299)
     statistics = {name: statistics_of(scores[name]) for name in arms}
     comparisons = [
         Comparison(
