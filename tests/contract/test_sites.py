@@ -167,15 +167,15 @@ def test_checkpointed_layers_write_at_every_site(host_name: str, site: str) -> N
 class DoubleStream(ShiftStream):
     """Doubles instead, so that its order relative to a shift shows."""
 
-    type_name = "double"
+    type_name = "twice"
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         return 2 * hidden_BTD
 
 
-@pytest.mark.parametrize("names", [("shift", "double"), ("double", "shift")])
+@pytest.mark.parametrize("names", [("shift", "twice"), ("twice", "shift")])
 def test_streams_write_in_the_order_in_which_they_were_given(names: tuple[str, str]) -> None:
-    kinds = {"shift": ShiftStream, "double": DoubleStream}
+    kinds = {"shift": ShiftStream, "twice": DoubleStream}
     host, ids = Case("llama", "").host(), tokens(2, LENGTH)
     model = keel.attach(host, {name: kinds[name](site="final_hidden", layer=-1) for name in names})
     with torch.no_grad():
