@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from keel import cli
 from keel.data import CorpusConfig, load_corpus, train_bpe
 from keel.evaluation.results import read_results
 
@@ -74,6 +75,15 @@ def tried(tmp_path_factory: pytest.TempPathFactory, one_core: None) -> Trial:
     return Trial(root / "out", keel(*words), root / "llama")
 
 
+def keel_here(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Call ``keel`` in this process, which already has torch, and return what it printed."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words])
+    printed, complaints = capsys.readouterr()
+    assert not ended.value.code, complaints
+    return printed
+
+
 def keel(*words: object) -> str:
     """Run ``keel`` in a process of its own and return what it printed."""
     done = subprocess.run([sys.executable, "-m", "keel", *map(str, words)], capture_output=True, text=True, check=False)
@@ -101,21 +111,22 @@ def test_try_prints_what_it_chose_the_verdict_and_where_everything_is(tried: Tri
         assert str(tried.folder / name) in tried.printed and (tried.folder / name).stat().st_size > 0
 
 
-def test_a_checkpoint_of_the_trial_generates(tried: Trial) -> None:
-    text = keel("generate", tried.folder / "structural" / "seed0" / "model", "tide keel", "--max-new-tokens", 8)
+def test_a_checkpoint_of_the_trial_generates(tried: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tried.folder / "structural" / "seed0" / "model"
+    text = keel_here(capsys, "generate", model, "tide keel", "--max-new-tokens", 8)
     assert text.startswith("tide keel") and len(text) > len("tide keel\n")
 
 
-def test_the_recipe_of_the_trial_runs_again(tried: Trial, tmp_path: Path) -> None:
+def test_the_recipe_of_the_trial_runs_again(tried: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = tmp_path / "again"
-    keel("run", tried.folder / "recipe.yaml", "--only", "host", "--out", again)
+    keel_here(capsys, "run", tried.folder / "recipe.yaml", "--only", "host", "--out", again)
     assert read_losses(again) == read_losses(tried.folder), "the same recipe on the same machine gives the same numbers"
 
 
-def test_a_finished_trial_is_resumed_without_training(tried: Trial) -> None:
+def test_a_finished_trial_is_resumed_without_training(tried: Trial, capsys: pytest.CaptureFixture[str]) -> None:
     model = tried.folder / "structural" / "seed0" / "model" / "model.safetensors"
     before = model.stat().st_mtime_ns, read_losses(tried.folder)
-    printed = keel("run", tried.folder / "recipe.yaml", "--out", tried.folder, "--resume")
+    printed = keel_here(capsys, "run", tried.folder / "recipe.yaml", "--out", tried.folder, "--resume")
     assert (model.stat().st_mtime_ns, read_losses(tried.folder)) == before
     assert str(tried.folder / "report.html") in printed
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -117,9 +119,13 @@ class PhaseTrainer(Trainer):
         self._num_tokens: Tensor | int = 1
         self._last_point = 0
         self.lr_scheduler: Any = None
-        super().__init__(
-            model=model, args=_arguments(settings), train_dataset=train, callbacks=[_Events(self)], data_collator=_stack
-        )
+        args = _arguments(settings)
+        sharded = _wants_fsdp() and args.device.type == "cpu"
+        if sharded:
+            shard_on_cpu(model)
+        super().__init__(model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=_stack)
+        if sharded:  # accelerate would wrap it for DDP: it knows FSDP on accelerators alone
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.loss_is_scaled_for_ga = True
         self.remove_callback(PrinterCallback)
         tensorboard = self.pop_callback(TensorBoardCallback)
@@ -259,14 +265,14 @@ class PhaseTrainer(Trainer):
         if self.args.world_size > 1:
             finite = finite.to(self.args.device)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        if not bool(finite):
+        if not finite:
             kept = newest_checkpoint(self.settings.folder)
             raise KeelError(
                 f"{self.settings.where}: the loss or its gradient is not finite at step {self.state.global_step + 1}; "
                 f"lower the learning rate (now {self.phase.learning_rate:g}) or clip; "
                 + (f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet")
             )
-        return norm
+        return value
 
     # -- optimizer ----------------------------------------------------------------------------------------------------
 
@@ -401,6 +407,25 @@ class _Events(TrainerCallback):
         # Set here and not by the library's own callback, since logging a validation point clears ``should_log``.
         control.should_log = state.global_step % args.logging_steps == 0 or last
         control.should_save = state.global_step % trainer.phase.checkpoint_every == 0 or last
+
+
+def _wants_fsdp() -> bool:
+    return (
+        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    )
+
+
+def shard_on_cpu(model: Any) -> None:
+    """Shard a model with FSDP2 over the CPU processes that are there: each layer of the host, then the rest.
+
+    accelerate does this on accelerators alone.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in getattr(model.host.base_model, model.family.layers):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
