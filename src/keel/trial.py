@@ -189,7 +189,10 @@ def _recipe(host: str, corpus: str, stream: str, minutes: float) -> Recipe:
             "expected_minutes": {"small": minutes},
             "data": {"corpus": {"source": source, "test_fraction": 0.1}, "tokenizer": {"pretrained": checkpoint}},
             "host": {"checkpoint": checkpoint},
-            "arms": {"host": {"label": name}, stream: {"label": f"{name} + {stream} stream", "streams": {stream: {}}}},
+            "arms": {
+                "host": {"label": f"{name} alone"},
+                stream: {"label": f"{name} + {stream} stream", "streams": {stream: {}}},
+            },
             "phases": [{"name": "train", "steps": 1, "learning_rate": 1e-4}],
             "evaluation": {"extrapolation": {"lengths": [SMALLEST_WINDOW]}},
         }
@@ -199,38 +202,43 @@ def _recipe(host: str, corpus: str, stream: str, minutes: float) -> Recipe:
 def _measure(
     recipe: Recipe, tokens: TokenCorpus, sizes: Sizes, place: torch.device, budget_s: float, say: Say
 ) -> Costs:
-    """Time both arms; the micro-batch shrinks until the budget holds enough steps, down to a single window."""
-    micro = max(1, min(LARGEST_BATCH, MICRO_BATCH_TOKENS // sizes.window))
-    patience = min(10.0, 0.03 * budget_s)
-    window_s = token_s = fixed_s = 0.0
+    """Time both arms, with the micro-batch that the first is found to have time for."""
+    micro, window_s, token_s, fixed_s = 0, 0.0, 0.0, 0.0
     for arm in recipe.arms:
         say(f"timing {recipe.label_of(arm)}")
         began = time.monotonic()
         model = build_model(recipe, arm, recipe.seeds[0], tokens.tokenizer).to(place)
-        fixed_s += (
-            _PROCESS_S
-            + 2 * (time.monotonic() - began)
-            + 40 * sum(p.numel() for p in model.parameters()) / _DISK_BYTES_PER_S
-        )
-        step_s = _seconds_a_step(model, _batch(tokens, micro, sizes.window).to(place), patience)
-        while micro > 1 and step_s / micro * GOOD_STEPS * micro > budget_s / 2:
-            micro //= 2
-            step_s = _seconds_a_step(model, _batch(tokens, micro, sizes.window).to(place), patience)
-        window_s += step_s / micro
+        written = 40 * sum(parameter.numel() for parameter in model.parameters())  # a model and three checkpoints
+        fixed_s += _PROCESS_S + 2 * (time.monotonic() - began) + written / _DISK_BYTES_PER_S
+        micro = micro or _micro_batch(model, tokens, sizes.window, place, budget_s)
+        window_s += _seconds_a_step(model, _batch(tokens, micro, sizes.window).to(place), 0.01 * budget_s) / micro
         token_s += _seconds_a_token(model, tokens, sizes.window, place)
         del model
+        if place.type == "cuda":
+            torch.cuda.empty_cache()  # the arms run in processes of their own, which need the room
     return Costs(micro_batch=micro, window_s=window_s, token_s=token_s, fixed_s=fixed_s)
 
 
+def _micro_batch(model: KeelForCausalLM, tokens: TokenCorpus, window: int, place: torch.device, budget_s: float) -> int:
+    """Double the micro-batch from one window on, while the budget would hold enough steps of twice its size in both arms."""
+    micro = 1
+    while 2 * micro <= min(LARGEST_BATCH, MICRO_BATCH_TOKENS // window):
+        step_s = _seconds_a_step(model, _batch(tokens, micro, window).to(place), 0.0)
+        if 2 * step_s * 2 * GOOD_STEPS > budget_s:
+            break
+        micro *= 2
+    return micro
+
+
 def _seconds_a_step(model: KeelForCausalLM, ids_BT: Tensor, patience: float) -> float:
-    """Median time of a training step, after one to warm up; steps are repeated for ``patience`` seconds, two at least.
+    """Median time of a training step, after one to warm up; repeated for ``patience`` seconds (10 at most), two at least.
 
     The learning rate is zero; the weights stay as they are, up to the optimizer's own cost.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     model.train()
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < patience and len(times) < 30):
+    while len(times) < 3 or (sum(times) < min(10.0, patience) and len(times) < 30):
         began = time.perf_counter()
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=_precision(ids_BT.device) == "bf16"):
             loss = model(input_ids=ids_BT, labels=ids_BT).loss
