@@ -136,6 +136,9 @@ def _single_step(
     if keep_1B is not None:
         state_GBH = state_GBH * keep_1B[0, :, None]
     groups, _, size = state_GBH.shape
+    if groups == 1 and not torch.compiler.is_compiling():
+        weights = weight_ih_G3HD[0], weight_hh_G3HH[0], bias_ih_G3H[0], bias_hh_G3H[0]
+        return torch.gru_cell(inputs_B1D[:, 0], state_GBH[0], *weights).unsqueeze(0)
     from_inputs = torch.addmm(bias_ih_G3H.flatten(), inputs_B1D[:, 0], weight_ih_G3HD.flatten(0, 1).T)
     from_input = from_inputs.unflatten(-1, (groups, 3 * size)).transpose(0, 1)
     from_state = torch.baddbmm(bias_hh_G3H[:, None], state_GBH, weight_hh_G3HH.mT)
@@ -158,8 +161,9 @@ def _cudnn_gru(
 ) -> Tensor:
     """Let cuDNN run the one GRU. Returns its states [1, B, T, H]."""
     weights = [weight_ih_G3HD[0], weight_hh_G3HH[0], bias_ih_G3H[0], bias_hh_G3H[0]]
-    # biases, one layer, no dropout, training mode (keeps what backward needs), one direction, batch first
-    states_BTH, _ = torch._VF.gru(inputs_BTD, state_GBH.contiguous(), weights, True, 1, 0.0, True, False, True)  # type: ignore[attr-defined]
+    # biases, one layer, no dropout, whether to keep what backward needs, one direction, batch first
+    keep = torch.is_grad_enabled()
+    states_BTH, _ = torch._VF.gru(inputs_BTD, state_GBH.contiguous(), weights, True, 1, 0.0, keep, False, True)  # type: ignore[attr-defined]
     return states_BTH.unsqueeze(0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keel.errors import ShapeError
 
-WIDE_ENOUGH = 4096  # values a processor should handle in one call; below this the overhead of the call dominates
+WIDE_ENOUGH = 16384  # values a processor should handle in one call: fewer, and the overhead of the call dominates
 
 
 def reference_linear_scan(
