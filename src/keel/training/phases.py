@@ -8,6 +8,7 @@ FOLDER/training.json                          a ``TrainingReport``; it is writte
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -132,14 +133,13 @@ def read_training_report(folder: Path) -> TrainingReport | None:
 
 def save_model(model: Any, tokens: TokenCorpus, folder: Path) -> None:
     """Write a model with its tokenizer, whole or not at all; every process takes part, the first writes."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options) if _sharded(model) else None
+    whole = _unsharded(model)
     if _rank() == 0:
         temporary = folder.with_name(f".writing-{folder.name}")
         for path in (temporary, folder):
             if path.exists():
                 shutil.rmtree(path)
-        model.save_pretrained(temporary, state_dict=weights)
+        whole.save_pretrained(temporary)
         tokens.tokenizer.save_pretrained(temporary)
         flush_folder(temporary)
         os.rename(temporary, folder)
@@ -194,8 +194,16 @@ def _report(
     )
 
 
-def _sharded(model: torch.nn.Module) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+def _unsharded(model: Any) -> Any:
+    """Return ``model``, or on the first process a whole copy of one that FSDP has sharded."""
+    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        return model
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if _rank() != 0:
+        return model
+    whole = KeelForCausalLM(copy.deepcopy(model.config))
+    whole.load_state_dict(weights)
+    return whole
 
 
 def _rank() -> int:
