@@ -9,6 +9,7 @@ stderr; the traceback is shown with ``--debug`` only.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,9 +68,6 @@ class Stopped(Exception):
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes the GPU where there is one.")]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Folder for models, results and report; by default below runs/.", show_default=False)
-]
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -291,7 +289,7 @@ def generate(
 
 @app.command()
 def doctor() -> None:
-    """What this machine has, and which recipes it can run.
+    """What this machine has, and which recipes it can run in what time (on 2 CPU cores).
 
     Example:  keel doctor
     """
@@ -303,7 +301,7 @@ def doctor() -> None:
     for check in checks:
         table.add_row(marks[check.state], check.name, escape(check.found))
     out.print(table)
-    table = _table("recipe", "scale", "expected on 2 cores", "lacks here")
+    table = _table("recipe", "scale", "expected", "lacks here")
     for row in runnable():
         table.add_row(row.recipe, row.scale, duration(row.minutes), row.lacks or "nothing")
     out.print(table)
@@ -347,7 +345,7 @@ def _begun(folder: Path) -> int | None:
 
 
 def _resume_line(folder: Path) -> str:
-    return f"keel run {folder / 'recipe.yaml'} --out {folder} --resume"
+    return shlex.join(["keel", "run", str(folder / "recipe.yaml"), "--out", str(folder), "--resume"])
 
 
 @contextmanager
@@ -406,5 +404,5 @@ def _device(device: Device) -> str | None:
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("recipe", "scale"))
     return table
