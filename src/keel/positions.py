@@ -264,6 +264,8 @@ def blockwise_attention(
         first, last = max(0, past + start - window + 1), past + stop
         # The bias depends on distance alone and ends at a block's last query: a shorter block takes its lower rows.
         mask_BhQS = bias_hQS[None, :, block - (stop - start) :, bias_hQS.shape[-1] - (last - first) :]
+        if mask_BhQS.is_cuda:
+            mask_BhQS = mask_BhQS.contiguous()  # its kernels refuse a bias whose first element is not aligned
         if token_BS is not None:
             mask_BhQS = _with_padding(mask_BhQS, token_BS[:, first:last])
         visible = (query_BHTK[:, :, start:stop], key_BHSK[:, :, first:last], value_BHSK[:, :, first:last])
