@@ -1,6 +1,8 @@
 """What each process of test_distributed.py runs, under torchrun or alone: the same training in several ways.
 
 python distributed_worker.py OUT WAY...    each WAY leaves OUT/<way>/training.json and OUT/<way>/model
+
+The way "experiment" runs OUT/recipe.yaml whole.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from keel.data import TokenCorpus, TokenStream
+from keel.experiment import run_experiment
 from keel.model import KeelForCausalLM, attach
 from keel.streams import StructuralStream
-from keel.training import Phase, train
+from keel.training import Phase, load_recipe, train
 
 VOCABULARY = 31
 PHASE = Phase(
@@ -107,6 +110,9 @@ def main() -> None:
     for way in ways:
         os.environ["ACCELERATE_USE_FSDP"] = "true" if "fsdp" in way else "false"
         folder = Path(out) / way
+        if way == "experiment":
+            run_experiment(load_recipe(Path(out) / "recipe.yaml"), folder, device="cpu")
+            continue
         if way.endswith("resumed"):
             try:
                 run(folder, dropout=0.3, until=5)

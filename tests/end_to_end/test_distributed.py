@@ -11,21 +11,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from keel.evaluation.results import read_results
 from keel.model import KeelForCausalLM
 from keel.training import TrainingReport, read_training_report
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WAYS = [f"{kind}_{way}" for kind in ("ddp", "fsdp") for way in ("plain", "whole", "resumed")]
+RECIPE = """
+name: made_up
+title: A run of this test
+data: {corpus: {source: "%s"}, tokenizer: {bpe: 300}}
+host: {family: llama, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 24}
+arms:
+  rope: {}
+  window: {weights_of: rope, positions: {scheme: window, window: 8}}
+phases: [{name: train, steps: 3, batch_size: 4, window: 16, learning_rate: 1.0e-2}]
+evaluation: {extrapolation: {lengths: [16, 32]}}
+"""
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, then two processes in every way; one launch each, since starting a process takes longest."""
     folder = tmp_path_factory.mktemp("distributed")
+    (folder / "corpus").mkdir()
+    for index in range(4):
+        (folder / "corpus" / f"{index}.txt").write_text(" ".join(f"{word % 37} {index}" for word in range(900)))
+    (folder / "two").mkdir()
+    (folder / "two/recipe.yaml").write_text(RECIPE % (folder / "corpus"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(WORKER), str(folder / "one"), "plain"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for command in (words, [*launch, str(WORKER), str(folder / "two"), *WAYS]):
+    for command in (words, [*launch, str(WORKER), str(folder / "two"), *WAYS, "experiment"]):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -85,3 +102,13 @@ def test_the_saved_model_loads_in_one_process(out: Path, kind: str) -> None:
     assert int(model.streams["structural"].step) == 6
     saved = load_file(out / f"two/{kind}_plain/model/model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items() if name in saved)
+
+
+def test_a_whole_recipe_runs_under_torchrun(out: Path) -> None:
+    results = read_results(out / "two/experiment/results.json")
+    assert list(results.arms) == ["rope", "window"]
+    assert all(
+        set(arm.metrics) == {"ppl@16", "ppl@32", "bpb@16", "bpb@32", "growth@32"} for arm in results.arms.values()
+    )
+    assert "2 processes" in results.provenance.device
+    assert report_of(out / "two/experiment/rope/seed0").processes == 2

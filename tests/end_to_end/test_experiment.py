@@ -156,12 +156,12 @@ def test_another_recipe_is_refused_on_resume(recipe: Recipe, results: Results, o
 
 def test_more_seeds_resume_what_is_there(recipe: Recipe, results: Results, out: Path) -> None:
     before = (out / "rope/seed0/evaluation.json").stat().st_mtime_ns
-    more = run_experiment(recipe, out, resume=True, seeds=[0, 1], only=["yarn"], device="cpu", jobs=1)
+    more = run_experiment(recipe, out, resume=True, seeds=[0, 1], only=["rope"], device="cpu", jobs=1)
     assert (out / "rope/seed0/evaluation.json").stat().st_mtime_ns == before
     assert more.provenance.seeds == [0, 1]
-    values = more.arms["yarn"].metrics["ppl@64"].values
+    values = more.arms["rope"].metrics["ppl@64"].values
     assert (
-        None not in values and values[0] != values[1] and values[0] == results.arms["yarn"].metrics["ppl@64"].values[0]
+        None not in values and values[0] != values[1] and values[0] == results.arms["rope"].metrics["ppl@64"].values[0]
     )
     assert more.arms["structural"].metrics["ppl@64"].values[1] is None, "an arm that was not asked for waits"
     assert more.provenance.wall_s > results.provenance.wall_s
@@ -204,9 +204,8 @@ def gone(process: psutil.Process) -> bool:
     return True
 
 
-@pytest.mark.parametrize("step", [3, 9])
 def test_after_kill_9_a_resume_ends_bitwise_like_an_uninterrupted_run(
-    recipe: Recipe, results: Results, out: Path, tmp_path: Path, step: int
+    recipe: Recipe, results: Results, out: Path, tmp_path: Path
 ) -> None:
     cut = tmp_path / "cut"
     path = tmp_path / "recipe.yaml"
@@ -214,7 +213,7 @@ def test_after_kill_9_a_resume_ends_bitwise_like_an_uninterrupted_run(
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(path), str(cut)], env=dict(os.environ))
     checkpoints = cut / "rope/seed0/checkpoints/0-train"
     # From the moment that the checkpoint gets its name: the kill falls anywhere in the steps and writes that follow.
-    wait_for(lambda: (checkpoints / f"checkpoint-{step}").exists() or (cut / "rope/seed0/model").exists())
+    wait_for(lambda: (checkpoints / "checkpoint-6").exists() or (cut / "rope/seed0/model").exists())
     children = psutil.Process(runner.pid).children(recursive=True)
     runner.send_signal(signal.SIGKILL)
     runner.wait()

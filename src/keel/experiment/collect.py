@@ -41,12 +41,13 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         return None
     statistics = Statistics(finished)
     arms = {arm: _arm(recipe, arm, statistics, out) for arm in finished}
+    documents = max(len(found.extrapolation.documents) for by_seed in finished.values() for found in by_seed.values())
     reference = recipe.reference
     return Results(
         recipe=recipe.name,
         scale=recipe.scale,
         title=recipe.title,
-        provenance=_provenance(recipe, plan, out),
+        provenance=_provenance(recipe, plan, out, documents),
         arms=arms,
         comparisons=statistics.comparisons(),
         reference=None if reference is None else Reference(**reference.model_dump()),
@@ -142,12 +143,13 @@ def _exp(nats: float | None) -> float | None:
     return None if nats is None else math.exp(min(nats, 700.0))
 
 
-def _provenance(recipe: Recipe, plan: Plan, out: Path) -> Provenance:
+def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int) -> Provenance:
     return Provenance(
         git=_git_commit(),
         versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         device=_device(recipe, out),
         seeds=recipe.seeds,
+        documents=documents,
         started=datetime.datetime.fromisoformat(plan.started),
         wall_s=plan.wall_s,
     )

@@ -19,11 +19,12 @@ class Display:
 
     Args:
         done, total: units finished by earlier sessions, and of the whole run.
+        silent: show nothing (the processes of a distributed run but the first).
     """
 
-    def __init__(self, recipe: Recipe, out: Path, *, done: int, total: int) -> None:
+    def __init__(self, recipe: Recipe, out: Path, *, done: int, total: int, silent: bool = False) -> None:
         self.recipe, self.out, self.done, self.total = recipe, out, done, total
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, quiet=silent)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

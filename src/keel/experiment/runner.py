@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from accelerate import PartialState
 
 from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
 from keel.experiment.collect import collect
 from keel.experiment.display import Display
 from keel.experiment.unit import Plan, Unit, read_evaluation, read_plan, run_unit
-from keel.storage import write_atomically
+from keel.files import write_atomically
 from keel.training import Recipe, load_recipe
 from keel.training.build import load_tokens, matched_widths
 
@@ -66,6 +67,9 @@ def run_experiment(
         recipe = recipe.model_copy(update={"seeds": list(seeds)})
     units = _units(recipe, only)
     _check_folder(recipe, out, resume)
+    if _world_size() > 1:  # the processes must have looked at the folder before the first of them writes there
+        PartialState(cpu=device == "cpu", timeout=datetime.timedelta(days=1))
+        torch.distributed.barrier()
     jobs = _jobs(recipe, device) if jobs is None else jobs
     started = time.monotonic()
     with full_disk_in_one_line(out):
@@ -80,8 +84,10 @@ def run_experiment(
                 write_results(results, out / "results.json")
             return results
 
+        if _world_size() > 1:
+            torch.distributed.barrier()
         todo = [unit for unit in units if read_evaluation(unit.folder(out)) is None]
-        with Display(recipe, out, done=len(units) - len(todo), total=len(units)) as display:
+        with Display(recipe, out, done=len(units) - len(todo), total=len(units), silent=_rank() > 0) as display:
             if _world_size() > 1:
                 _run_here(recipe, plan, todo, out, device, display, publish)
             else:
@@ -159,7 +165,7 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
 def _run_here(
     recipe: Recipe, plan: Plan, units: list[Unit], out: Path, device: str | None, display: Display, publish: Any
 ) -> None:
-    """Run units one after the other in this process, which may be one of several."""
+    """Run units one after the other in this process, one of several."""
     tokens = load_tokens(recipe)
     for unit in units:
         display.begin(unit)
