@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +13,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from keel.errors import KeelError
+from keel.files import write_together
 
 SCHEMA = "keel.streams/1"
 _META, _WEIGHTS = "streams.json", "streams.safetensors"
 _KEPT = ("streams", "positions", "host_name", "host_fingerprint")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old or the new content is there.
-
-    Raises: KeelError when the disk is full or the folder cannot be written.
-    """
-    write_together({path: content})
-
-
-def write_together(files: Mapping[Path, bytes]) -> None:
-    """Write several files, none of them in its place before all are wholly on the disk; then in the order given.
-
-    Raises: KeelError when the disk is full or a folder cannot be written.
-    """
-    partials = {path: path.with_name(path.name + ".partial") for path in files}
-    try:
-        for path, content in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partials[path], "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for path, partial in partials.items():
-            os.replace(partial, path)
-    except OSError as error:
-        for partial in partials.values():
-            with contextlib.suppress(OSError):
-                partial.unlink()
-        names = ", ".join(map(str, files))
-        raise KeelError(f"cannot write {names}: {error.strerror}; what was there before is intact") from error
 
 
 def save_streams(folder: Path, weights: dict[str, Tensor], config: Any) -> None:

@@ -246,7 +246,7 @@ def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(KeelError, match=r"cannot write the cache file .*: No space left on device; .*KEEL_CACHE"):
+    with pytest.raises(KeelError, match=r"cannot write .*: No space left on device; .*KEEL_CACHE"):
         tokenize(make_corpus(TEXTS), tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
 
@@ -271,7 +271,7 @@ def test_interrupted_write_is_never_picked_up(tmp_path: Path, monkeypatch: pytes
 
 def test_cache_in_an_impossible_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KeelError, match="cannot write the cache file"):
+    with pytest.raises(KeelError, match=r"cannot write .*KEEL_CACHE"):
         tokenize(make_corpus(TEXTS), tmp_path / "file")
 
 

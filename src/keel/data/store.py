@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from keel.errors import KeelError
+from keel.files import Content, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -26,46 +25,19 @@ def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
     return Path(cache_dir or os.environ.get("KEEL_CACHE") or "~/.cache/keel").expanduser()
 
 
-def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> str:
-    """Let ``write`` fill a temporary file, flush it to disk and move it to ``path``; a crash leaves no half file.
-
-    Returns: sha256 of the file's bytes, in hexadecimal.
-    Raises: KeelError where the folder cannot be written or the disk is full; nothing is left behind.
-    """
+def write_cached(path: Path, content: Content) -> str:
+    """Write a file of the cache whole or not at all; returns its sha256. Raises: KeelError naming KEEL_CACHE."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise _cannot_write(path, error) from error
-        raise
-    return digest
-
-
-def _cannot_write(path: Path, error: OSError) -> KeelError:
-    return KeelError(
-        f"cannot write the cache file {path}: {error.strerror or error}; make room or name another folder in KEEL_CACHE"
-    )
+        return write_atomically(path, content)
+    except KeelError as error:
+        raise KeelError(f"{error}; make room or name another folder in KEEL_CACHE") from error
 
 
 def save_arrays(folder: Path, key: str, arrays: Mapping[str, Array]) -> None:
     """Write every array to ``folder/key.<name>.npy`` and, last, ``folder/key.json`` with their checksums."""
-    checksums = {name: write_atomic(_array_path(folder, key, name), _saver(array)) for name, array in arrays.items()}
+    checksums = {name: write_cached(_array_path(folder, key, name), _saver(array)) for name, array in arrays.items()}
     manifest = json.dumps({"sha256": checksums}, indent=1).encode()
-    write_atomic(folder / f"{key}.json", lambda file: file.write(manifest))
+    write_cached(folder / f"{key}.json", manifest)
 
 
 def load_arrays(folder: Path, key: str, names: tuple[str, ...]) -> dict[str, Array] | None:

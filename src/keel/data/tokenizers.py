@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from keel.data.corpora import Corpus, split_fingerprint
-from keel.data.store import resolve_cache_dir, write_atomic
+from keel.data.store import resolve_cache_dir, write_cached
 from keel.errors import KeelError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -43,7 +43,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str | Path | None = No
     if backend is None:
         backend = _train(corpus, vocab_size)
         entry = _entry(backend.to_str())
-        write_atomic(path, lambda file: file.write(entry))
+        write_cached(path, entry)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=PAD, clean_up_tokenization_spaces=False
     )

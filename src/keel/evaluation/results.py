@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from keel.errors import KeelError, suggest
-from keel.storage import write_atomically as write_atomically
+from keel.files import write_atomically
 
 SCHEMA: Final = "keel.results/1"
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from keel.evaluation.results import write_atomically
+from keel.files import write_atomically
 from keel.report.page import Section, load_sections
 from keel.report.reproduction import Finding
 from keel.report.tables import Cell, Table, beside_paper_table

@@ -19,7 +19,8 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keel.evaluation.results import Results, write_atomically
+from keel.evaluation.results import Results
+from keel.files import write_atomically
 
 LIGHT = {"paper": "#fdfdfb", "ink": "#1c1e21", "muted": "#5d6166", "rule": "#dcdcd5"}
 DARK = {"paper": "#16181b", "ink": "#e8e6e1", "muted": "#a3a39e", "rule": "#34373c"}

@@ -10,7 +10,8 @@ import jinja2
 from markupsafe import Markup
 
 from keel.errors import KeelError
-from keel.evaluation.results import Results, read_results, write_atomically
+from keel.evaluation.results import Results, read_results
+from keel.files import write_atomically
 from keel.report.drawing import DARK, LIGHT, Drawing, css_variables, looks_of, swatch
 from keel.report.figures import draw_all
 from keel.report.findings import Verdict, families_of, verdict

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from keel.data import SlidingWindows, TokenCorpus, TokenStream
 from keel.errors import KeelError
+from keel.files import write_atomically
 from keel.model import KeelForCausalLM
-from keel.storage import write_atomically
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
 from keel.training.recipe import Phase
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
