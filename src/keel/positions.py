@@ -269,8 +269,9 @@ def blockwise_attention(
         if token_BS is not None:
             mask_BhQS = _with_padding(mask_BhQS, token_BS[:, first:last])
         visible = (query_BHTK[:, :, start:stop], key_BHSK[:, :, first:last], value_BHSK[:, :, first:last])
-        outputs.append(F.scaled_dot_product_attention(*visible, attn_mask=mask_BhQS, dropout_p=dropout, scale=scaling))
-    return torch.cat(outputs, dim=2)
+        attended_BHQK = F.scaled_dot_product_attention(*visible, attn_mask=mask_BhQS, dropout_p=dropout, scale=scaling)
+        outputs.append(attended_BHQK.transpose(1, 2))
+    return torch.cat(outputs, dim=1).transpose(1, 2)  # laid out as [B, T, H, K], which the host wants next
 
 
 def _bias(queries: int, keys: int, window: int, slopes_H: Tensor | None, like: Tensor) -> Tensor:
