@@ -1,10 +1,11 @@
 """Time and peak memory of evaluating 40,960 tokens in one block: sliding window and ALiBi against RoPE.
 
-    python benchmarks/extrapolation_memory.py [--length 40960] [--rounds 1] [--threads 2]
+    python benchmarks/extrapolation_memory.py [--length 40960] [--rounds 3] [--threads 2]
 
 A Llama of d = 256, 4 layers, 8 heads and a vocabulary of 8,192, fp32, random weights. Every measurement is a process of its
 own, the schemes take turns, and each is shown as a ratio to RoPE. Memory is the growth of the peak resident size over what
-the process held before (imports, weights, one short evaluation). As a yardstick, the last line gives the bytes that a
+the process held before (imports, weights, one short evaluation); single values vary by a factor of two with how the
+allocator fragments, so it takes the median of several rounds. As a yardstick, the last line gives the bytes that a
 [T, V] tensor of logits and one [T, T] attention map would take.
 """
 
@@ -34,7 +35,7 @@ SCHEMES = {"rope": Positions(), "window": Positions(scheme="window", window=256)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=40_960)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--scheme", choices=SCHEMES, help="measure this one here and print JSON (used by the parent process)"
