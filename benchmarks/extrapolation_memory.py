@@ -67,7 +67,7 @@ def measure(scheme: str, length: int, threads: int) -> dict[str, float]:
 def segment(targets: int) -> Segment:
     ids = torch.randint(0, VOCABULARY, (targets + 1,))
     nothing = np.zeros(targets, dtype=np.int64)
-    return Segment(ids=ids, document_BT=nothing, bytes=nothing + 4, start=0)
+    return Segment(ids=ids, document_T=nothing, bytes=nothing + 4, start=0)
 
 
 def peak_bytes() -> int:

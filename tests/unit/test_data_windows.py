@@ -86,7 +86,7 @@ def test_segments(lengths: list[int], length: int, count: int, starts: list[int]
         low, high = segment.start, segment.start + length + 1
         assert segment.ids.dtype == torch.int64
         assert segment.ids.tolist() == list(range(100 + low, 100 + high))
-        assert segment.document_BT.tolist() == document_of[low + 1 : high]
+        assert segment.document_T.tolist() == document_of[low + 1 : high]
         assert segment.bytes.tolist() == [position % 7 for position in range(low + 1, high)]
     ends = [start + length + 1 for start in starts]
     assert all(end <= start for end, start in zip(ends, [*starts[1:], len(stream)], strict=True))

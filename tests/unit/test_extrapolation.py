@@ -52,7 +52,7 @@ def segment(targets: int, seed: int, documents: tuple[int, ...] = (0,)) -> Segme
     document = np.sort(random.choice(documents, targets)) if len(documents) > 1 else np.full(targets, documents[0])
     return Segment(
         ids=torch.from_numpy(random.integers(0, VOCABULARY, targets + 1)),
-        document_BT=document,
+        document_T=document,
         bytes=random.integers(0, 5, targets),
         start=0,
     )
@@ -71,7 +71,7 @@ def naive(model: Model, length: int) -> dict[int, list[float]]:
                 logits = model.host.eval()(ids[None, start : start + length]).logits[0].double()
             for offset, row in enumerate(logits.log_softmax(-1)):
                 where = start + offset
-                losses.setdefault(int(part.document_BT[where]), []).append(-float(row[targets[where]]))
+                losses.setdefault(int(part.document_T[where]), []).append(-float(row[targets[where]]))
     return losses
 
 

@@ -61,13 +61,13 @@ class Segment:
 
     Attributes:
         ids: int64 [T + 1]; inputs are ``ids[:-1]``, targets ``ids[1:]``.
-        document_BT: int64 [T], index in the stream's ``names`` of the document of each target.
+        document_T: int64 [T], index in the stream's ``names`` of the document of each target.
         bytes: int64 [T], UTF-8 bytes that each target covers; 0 for an end-of-text token.
         start: index of the first token in the stream.
     """
 
     ids: Tensor
-    document_BT: Longs
+    document_T: Longs
     bytes: Longs
     start: int
 
@@ -100,7 +100,7 @@ def _segment(stream: TokenStream, length: int, low: int, high: int) -> Segment:
     targets = slice(start + 1, start + length + 1)
     return Segment(
         ids=torch.from_numpy(stream.ids[start : targets.stop].astype(np.int64)),
-        document_BT=stream.documents_at(np.arange(targets.start, targets.stop)),
+        document_T=stream.documents_at(np.arange(targets.start, targets.stop)),
         bytes=stream.token_bytes[targets].astype(np.int64),
         start=start,
     )

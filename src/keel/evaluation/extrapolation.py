@@ -157,7 +157,7 @@ def extrapolation(
     Raises: KeelError for no segments, no lengths, or a number below 1.
     """
     _check(segments, lengths, token_budget, head_tokens)
-    documents = np.unique(np.concatenate([segment.document_BT for segment in segments]))
+    documents = np.unique(np.concatenate([segment.document_T for segment in segments]))
     was_training, sums = model.training, {}
     model.train(False)
     bar = Progress(
@@ -256,7 +256,7 @@ def _score(
     nll_BT = _token_nll(model, hidden_BTD.flatten(0, 1), targets_BT.flatten(), head_tokens).view(ids_BT.shape)
     for nll_T, (index, start, stop) in zip(nll_BT.numpy(), batch, strict=True):
         segment = segments[index]
-        total.add(nll_T, segment.document_BT[start:stop], segment.bytes[start:stop])
+        total.add(nll_T, segment.document_T[start:stop], segment.bytes[start:stop])
 
 
 def _token_nll(model: LanguageModel, hidden_RD: Tensor, targets_R: Tensor, head_tokens: int) -> Tensor:
