@@ -466,6 +466,7 @@ def test_a_full_disk_is_one_line_and_the_previous_checkpoint_stays(
         and "checkpoint-2" in message
         and "\n" not in message
     )
+    assert checkpoints_of(tmp_path / "cut") == ["checkpoint-2"], "what could not be finished gives its space back"
     monkeypatch.undo()
     resumed = train_here(tmp_path / "cut", resume=True)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

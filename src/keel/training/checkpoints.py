@@ -66,6 +66,16 @@ def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 @contextmanager
+def removed_on_failure(temporary: Path) -> Iterator[None]:
+    """Remove a folder that the body could not fill: on a full disk nothing but its own leftovers may be taking the space."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
 def one_line_on_full_disk(doing: str, advice: str) -> Iterator[None]:
     """Turn an operating-system failure inside the body into a KeelError of one line."""
     try:

@@ -33,7 +33,13 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.integrations import TensorBoardCallback
 
 from keel.errors import KeelError
-from keel.training.checkpoints import close_checkpoint, newest_checkpoint, one_line_on_full_disk, open_checkpoint
+from keel.training.checkpoints import (
+    close_checkpoint,
+    newest_checkpoint,
+    one_line_on_full_disk,
+    open_checkpoint,
+    removed_on_failure,
+)
 from keel.training.recipe import Phase
 from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
 from keel.training.state import (
@@ -292,10 +298,11 @@ class PhaseTrainer(Trainer):
         kept = newest_checkpoint(folder)
         last_good = "no checkpoint was written yet" if kept is None else f"the last good checkpoint is {kept[0]}"
         temporary = folder / f".writing-{step}"
-        with one_line_on_full_disk(
+        explain = one_line_on_full_disk(
             f"{self.settings.where}: cannot write the checkpoint of step {step}",
             f"free some space and run again with --resume; {last_good}",
-        ):
+        )
+        with explain, removed_on_failure(temporary):
             if writes:
                 open_checkpoint(folder, step)
             self._barrier()
