@@ -145,6 +145,7 @@ def test_final_hidden_and_head_give_the_logits(case: Case) -> None:
 @stream_cases
 def test_a_deep_copy_is_independent(case: Case) -> None:
     ids, model = tokens(2, LENGTH), case.model()
+    model.gradient_checkpointing_enable()
     twin = copy.deepcopy(model)
     with torch.no_grad():
         expected = model(ids).logits
@@ -152,7 +153,15 @@ def test_a_deep_copy_is_independent(case: Case) -> None:
         perturb(twin, seed=7)
         assert not torch.allclose(twin(ids).logits, expected, atol=1e-2)
         assert torch.equal(model(ids).logits, expected)
-        twin.detach()
+    # Checkpointed layers of the copy are recomputed with the copy's own flows.
+    twin.train()(ids, labels=ids).loss.backward()
+    checkpointed = [parameter.grad for parameter in twin.parameters()]
+    twin.zero_grad()
+    twin.gradient_checkpointing_disable()
+    twin(ids, labels=ids).loss.backward()
+    assert all(torch.equal(p.grad, found) for p, found in zip(twin.parameters(), checkpointed, strict=True))
+    twin.detach()
+    with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
 
 

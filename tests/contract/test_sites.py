@@ -117,6 +117,28 @@ def _attention(block: nn.Module) -> nn.Module:
 
 
 @every_host
+def test_a_write_at_the_attention_output_needs_no_attention(host_name: str) -> None:
+    def mute(host: Any) -> None:
+        for parameter in _attention(_block(host, 1)).parameters():
+            parameter.zero_()
+
+    written, bare = _logits(_shifted(host_name, "attention_output", 1, change=mute))
+    assert (written - bare).abs().max() > 1e-2
+
+
+@every_host
+def test_a_write_at_the_final_norm_input_goes_through_the_norm(host_name: str) -> None:
+    model, ids, seen = _shifted(host_name, "final_norm_input", -1), tokens(2, LENGTH), []
+    norm = getattr(model.host.base_model, model.family.final_norm)
+    with torch.no_grad():
+        with model.disable_streams():
+            handle = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            model(ids)
+            handle.remove()
+        assert torch.equal(model.final_hidden(ids).last_hidden_state, norm(seen[0] + model.streams["shift"].shift))
+
+
+@every_host
 def test_a_write_at_the_final_hidden_is_what_the_head_reads(host_name: str) -> None:
     model, ids = _shifted(host_name, "final_hidden", -1), tokens(2, LENGTH)
     shift = model.streams["shift"].shift

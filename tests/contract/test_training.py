@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Case, close, every_case, host_cases, pad, perturb, spread_cases, thin_cases, tokens
+import torch.nn.functional as F
+from cases import STREAM_CASES, Case, close, every_case, host_cases, pad, perturb, spread_cases, thin_cases, tokens
 from torch import Tensor
 
 import keel
@@ -64,6 +65,9 @@ def test_accumulated_batches_give_the_gradients_of_the_large_one(case: Case) -> 
     items, attended = (labels[:, 1:] != -100).sum(), batch.attention_mask.sum()
     large, small = case.model().train(), case.model().train()
     output = large(**batch._asdict(), labels=labels)
+    assert tuple(output.losses or ()) == case.stream.losses
+    language = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    close(output.loss, language + sum((output.losses or {}).values()))
     output.loss.backward()
     total = 0.0
     for part in (slice(0, 1), slice(1, 4)):
@@ -90,6 +94,19 @@ def test_compiled_forward_equals_eager(case: Case) -> None:
         changed = compiled(ids, use_cache=False).logits
         assert not torch.allclose(changed, expected, atol=1e-2)
         close(changed, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("stream_name", [name for name, stream in STREAM_CASES.items() if stream.everywhere])
+def test_gradients_through_a_compiled_model_equal_eager(stream_name: str) -> None:
+    model, ids = Case("llama", stream_name).model().train(), tokens(2, LENGTH)
+    torch.compiler.reset()
+    model(ids, labels=ids).loss.backward()
+    expected = _gradients(model)
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids).loss.backward()
+    for name, gradient in _gradients(model).items():
+        close(gradient, expected.pop(name))
+    assert not expected
 
 
 @host_cases
