@@ -34,8 +34,8 @@ def load_config(checkpoint: str) -> PreTrainedConfig:
     return config
 
 
-def check_host(checkpoint: str) -> int:
-    """Return how many positions a bare host of a supported family has room for.
+def check_host(checkpoint: str) -> PreTrainedConfig:
+    """Return the configuration of a bare host of a supported family.
 
     Raises: KeelError for a missing checkpoint, an unsupported architecture, a quantised host, or a Keel checkpoint.
     """
@@ -51,7 +51,7 @@ def check_host(checkpoint: str) -> int:
         raise KeelError(
             f"checkpoint {checkpoint} is quantised and cannot be fine-tuned; give the checkpoint it was made from"
         )
-    return int(config.max_position_embeddings)
+    return config
 
 
 def load_model(checkpoint: str) -> PreTrainedModel:

@@ -94,16 +94,16 @@ def plan_trial(
         raise KeelError(f"budget is {minutes:g} minutes; give more than 0")
     if stream not in STREAMS:
         raise KeelError(f"no stream {stream!r}; {suggest(stream, STREAMS)}")
-    positions = check_host(host)
+    config = check_host(host)
     draft = _recipe(host, corpus, stream, minutes)
     say("reading the text")
     tokens = load_tokens(draft)
-    sizes = choose_sizes(tokens, positions)
+    sizes = choose_sizes(tokens, int(config.max_position_embeddings))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     costs = _measure(draft, tokens, sizes, place, 60 * minutes, say)
     left = 60 * minutes - (time.monotonic() - began)
     fields = choose_fields(tokens, sizes, costs, left, 60 * minutes)
-    fields["phases"][0]["precision"] = _precision(place)
+    fields["phases"][0] |= {"precision": _precision(place), **learning_rates(config.hidden_size)}
     recipe = parse_recipe({**draft.model_dump(exclude_none=True), **fields})
     return TrialPlan(recipe=recipe, notes=_notes(recipe, tokens, costs))
 
@@ -155,7 +155,6 @@ def choose_fields(tokens: TokenCorpus, sizes: Sizes, costs: Costs, left_s: float
         "batch_size": batch,
         "accumulation": max(1, batch // costs.micro_batch),
         "window": window,
-        "learning_rate": 1e-4,
         "warmup_steps": steps // 10,
         "weight_decay": 0.01,
         "validate_every": -(-steps // points),
@@ -165,6 +164,19 @@ def choose_fields(tokens: TokenCorpus, sizes: Sizes, costs: Costs, left_s: float
         "phases": [phase],
         "evaluation": {"extrapolation": {"lengths": lengths, "segments": segments, "split": "test"}},
     }
+
+
+def learning_rates(hidden_size: int) -> dict[str, float]:
+    """Return peak learning rates for a pretrained host of this width, as fields of a phase.
+
+    The best one falls with the width (Yang et al. 2022, muP): 1e-3 at 100, 1e-4 at 1,000 and 2.4e-5 at 4,096 are what such
+    hosts are commonly fine-tuned with. A baseline at a poor learning rate would make any stream look good.
+    """
+    return {"learning_rate": _two_digits(min(1e-3, 0.1 / hidden_size))}
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.1e}")
 
 
 def _choose_evaluation(test: int, sizes: Sizes, costs: Costs, budget_s: float) -> tuple[list[int], int]:

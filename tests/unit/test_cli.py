@@ -494,6 +494,11 @@ def test_the_chosen_run_fits_its_budget(budget_s: float, window_s: float, tokeni
     assert measured["segments"] * (measured["lengths"][-1] + 1) <= len(tokens.test)
 
 
+def test_wider_hosts_learn_slower() -> None:
+    rates = [trial.learning_rates(width)["learning_rate"] for width in (64, 1000, 4096)]
+    assert rates == [1e-3, 1e-4, 2.4e-5]
+
+
 def test_a_budget_that_is_too_small_names_one_that_is_not(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = corpus_of(3_000_000, 100_000, 200_000, tokenizer)
     sizes, costs = (
