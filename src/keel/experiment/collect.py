@@ -145,7 +145,7 @@ def _exp(nats: float | None) -> float | None:
 
 def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int) -> Provenance:
     return Provenance(
-        git=_git_commit(),
+        git=", ".join(plan.commits) or None,
         versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         device=_device(recipe, out),
         seeds=recipe.seeds,
@@ -178,7 +178,7 @@ def _processor(device: str) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of the checkout that this package runs from, marked where files differ; None outside of one."""
     here = Path(__file__).parent
 

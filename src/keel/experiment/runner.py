@@ -29,7 +29,7 @@ from accelerate import PartialState
 
 from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
-from keel.experiment.collect import collect
+from keel.experiment.collect import collect, git_commit
 from keel.experiment.display import Display
 from keel.experiment.unit import Plan, Unit, read_evaluation, read_plan, run_unit
 from keel.files import write_atomically
@@ -156,6 +156,9 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
         raise KeelError(
             f"{out}: the corpus or the tokenizer has changed since this run was begun; choose another folder"
         )
+    commit = git_commit()
+    if commit is not None and commit not in plan.commits:
+        plan = dataclasses.replace(plan, commits=[*plan.commits, commit])
     if _rank() == 0:
         plan.write(out)
         write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())

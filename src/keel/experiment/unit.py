@@ -51,6 +51,7 @@ class Plan:
         widths: feed-forward size of every trained arm's host; None leaves the recipe's.
         started: when the experiment was begun, ISO 8601 with time zone.
         wall_s: seconds that it has run, over all sessions.
+        commits: what the code was in each session, in order: see ``keel.experiment.collect.git_commit``.
     """
 
     tokens: str
@@ -58,6 +59,7 @@ class Plan:
     widths: dict[str, int | None]
     started: str
     wall_s: float = 0.0
+    commits: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, out: Path) -> None:
         """Write ``OUT/plan.json``."""
