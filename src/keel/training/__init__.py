@@ -1,8 +1,9 @@
 """Training: recipes, the trainer of a phase, and the phases of an arm."""
 
+from keel.training.losses import smoothing_sum
 from keel.training.phases import TrainingReport, read_training_report, train
 from keel.training.recipe import Arm, Phase, Recipe, find_recipe, list_recipes, load_recipe, parse_recipe, recipe_scales
-from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, smoothing_sum
+from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer
 
 __all__ = [
     "Arm",

@@ -12,7 +12,7 @@ from keel.errors import KeelError
 from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
-from keel.training.recipe import Recipe
+from keel.training.sections import Recipe
 
 
 def load_tokens(recipe: Recipe) -> TokenCorpus:

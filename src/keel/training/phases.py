@@ -28,7 +28,7 @@ from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
-from keel.training.recipe import Phase
+from keel.training.sections import Phase
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
 
 VALIDATION_WINDOWS = 64

@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -40,8 +38,10 @@ from keel.training.checkpoints import (
     open_checkpoint,
     removed_on_failure,
 )
-from keel.training.recipe import Phase
+from keel.training.losses import smoothing_sum
 from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
+from keel.training.sections import Phase
+from keel.training.sharding import shard_on_cpu, wants_fsdp
 from keel.training.state import (
     load_optimizer,
     load_random_state,
@@ -126,7 +126,7 @@ class PhaseTrainer(Trainer):
         self._last_point = 0
         self.lr_scheduler: Any = None
         args = _arguments(settings)
-        sharded = _wants_fsdp() and args.device.type == "cpu"
+        sharded = wants_fsdp() and args.device.type == "cpu"
         if sharded:
             shard_on_cpu(model)
         super().__init__(model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=_stack)
@@ -414,41 +414,6 @@ class _Events(TrainerCallback):
         # Set here and not by the library's own callback, since logging a validation point clears ``should_log``.
         control.should_log = state.global_step % args.logging_steps == 0 or last
         control.should_save = state.global_step % trainer.phase.checkpoint_every == 0 or last
-
-
-def _wants_fsdp() -> bool:
-    return (
-        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    )
-
-
-def shard_on_cpu(model: Any) -> None:
-    """Shard a model with FSDP2 over the CPU processes that are there: each layer of the host, then the rest.
-
-    accelerate does this on accelerators alone.
-    """
-    if isinstance(model, FSDPModule):
-        return
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in getattr(model.host.base_model, model.family.layers):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Return what label smoothing adds to the summed cross-entropy, per unit of smoothing.
-
-    With a share e of every target spread over V entries the loss of a token is (1 - e)·(lse - z_y) + e·(lse - mean
-    z), which is its cross-entropy plus e·(z_y - mean z). ``labels_BT`` are those of the inputs, as the model takes
-    them: position t predicts t + 1.
-
-    Returns: a scalar, float32; labels of -100 count nothing.
-    Reference twin: ``torch.nn.functional.cross_entropy(label_smoothing=...)``.
-    """
-    targets_BT = labels_BT[:, 1:]
-    logits_BTV = logits_BTV[:, :-1].float()
-    chosen_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return ((chosen_BT - logits_BTV.mean(-1)) * targets_BT.ne(-100)).sum()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,177 @@
+"""What makes a recipe wrong beyond single fields: unknown names in open sections, fields that contradict."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from transformers import AutoConfig
+
+from keel.data.corpora import CorpusConfig
+from keel.errors import KeelError, build_config, suggest
+from keel.hosts import FAMILIES
+from keel.positions import Positions
+from keel.streams import STREAMS
+from keel.training.sections import Phase, Recipe
+
+_ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
+
+
+def parse_recipe(given: Mapping[str, Any]) -> Recipe:
+    """Check a merged recipe (no ``scales`` left) and return it.  Raises: KeelError, naming the first wrong field."""
+    try:
+        recipe = Recipe.model_validate(given)
+    except ValidationError as error:
+        raise KeelError(_one_line(error)) from error
+    _check(recipe)
+    return recipe
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first error of a recipe: the path of the field, what was expected, what was given."""
+    first = error.errors()[0]
+    location = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "unknown_field":
+        field = first["ctx"]["field"]
+        return f"{location}{'.' if location else ''}{field}: unknown field; {first['ctx']['hint']}"
+    where = f"{location}: " if location else ""
+    if first["type"] == "missing":
+        return f"{where}missing; give it a value"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    shown = "" if isinstance(given, dict | list | BaseModel) else f", got {given!r}"
+    return f"{where}{message[0].lower()}{message[1:]}{shown}"
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what single fields cannot see: unknown names inside open sections, fields that contradict each other."""
+    _refuse_unknown(CorpusConfig, recipe.data.corpus, "data.corpus")
+    with _naming("data.corpus"):
+        recipe.data.corpus_config()
+    _check_host(recipe)
+    if len(set(recipe.seeds)) != len(recipe.seeds):
+        raise KeelError(f"seeds: each seed once, got {recipe.seeds}")
+    _check_phases(recipe.phases, "phases")
+    for name in recipe.arms:
+        _check_arm(recipe, name)
+
+
+def _check_host(recipe: Recipe) -> None:
+    host = recipe.host
+    if ("family" in host) == ("checkpoint" in host):
+        raise KeelError("host: give exactly one of family (a host from scratch) and checkpoint (name or path)")
+    if "checkpoint" in host:
+        extra = sorted(set(host) - {"checkpoint"})
+        if extra:
+            raise KeelError(
+                f"host.{extra[0]}: a checkpoint brings its own sizes; remove this field, or give family instead"
+            )
+        if recipe.match_parameters:
+            raise KeelError(
+                "match_parameters: the width of a checkpoint cannot change; set it to false, or give host.family"
+            )
+        return
+    family = host["family"]
+    if family not in FAMILIES:
+        raise KeelError(f"host.family: unknown {family!r}; {suggest(str(family), FAMILIES)}")
+    if "vocab_size" in host:
+        raise KeelError("host.vocab_size: the tokenizer says how many entries there are; remove this field")
+    known = {name for name in dir(AutoConfig.for_model(family)) if not name.startswith("_")}
+    for field in host:
+        if field != "family" and field not in known:
+            settings = {name for name in AutoConfig.for_model(family).to_dict() if not name.startswith("_")}
+            raise KeelError(f"host.{field}: unknown field of {family}; {suggest(field, settings)}")
+
+
+def _check_phases(phases: Iterable[Phase], where: str) -> None:
+    names = [phase.name for phase in phases]
+    for name in names:
+        if not _ARM_NAME.fullmatch(name) or names.count(name) > 1:
+            raise KeelError(f"{where}: phase name {name!r}: each once, of a-z, 0-9 and _")
+
+
+def _check_arm(recipe: Recipe, name: str) -> None:
+    arm, where = recipe.arms[name], f"arms.{name}"
+    if not _ARM_NAME.fullmatch(name):
+        raise KeelError(f"{where}: an arm's name is also its folder: use a-z, 0-9 and _")
+    for stream, fields in arm.stream_configs().items():
+        _check_stream(f"{where}.streams.{stream}", fields)
+    if arm.positions is not None:
+        _check_positions(recipe, name)
+    if arm.weights_of is not None:
+        _check_borrowed(recipe, name)
+        return
+    _check_phases(recipe.phases_of(name), f"{where}.phases")
+    for phase in recipe.phases_of(name):
+        if phase.trainable == "streams" and not arm.streams:
+            raise KeelError(
+                f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
+            )
+
+
+def _check_stream(where: str, fields: Mapping[str, Any]) -> None:
+    kind = fields["type"]
+    if kind not in STREAMS:
+        raise KeelError(f"{where}.type: unknown stream {kind!r}; {suggest(str(kind), STREAMS)}")
+    given = {name: value for name, value in fields.items() if name != "type"}
+    _refuse_unknown(STREAMS[kind].config_class, given, where)
+    with _naming(where):
+        build_config(STREAMS[kind].config_class, given, where)
+
+
+def _check_positions(recipe: Recipe, name: str) -> None:
+    arm = recipe.arms[name]
+    given = arm.positions or {}
+    if given.get("scheme") == "yarn" and given.get("factor") is None and arm.weights_of is None:
+        raise KeelError(
+            f"arms.{name}.positions.factor: missing; without weights_of, yarn needs the factor to train with"
+        )
+    where = f"arms.{name}.positions"
+    _refuse_unknown(Positions, given, where)
+    if arm.weights_of in (None, *recipe.arms):
+        with _naming(where):
+            recipe.positions_at(name, recipe.train_window(name))
+
+
+def _check_borrowed(recipe: Recipe, name: str) -> None:
+    arm = recipe.arms[name]
+    lender = arm.weights_of
+    where = f"arms.{name}.weights_of"
+    if lender not in recipe.arms:
+        raise KeelError(
+            f"{where}: no arm {lender!r}; {suggest(str(lender), [other for other in recipe.arms if other != name])}"
+        )
+    if recipe.arms[lender].weights_of is not None:
+        raise KeelError(
+            f"{where}: {lender!r} has no weights of its own; name {recipe.arms[lender].weights_of!r}, which is trained"
+        )
+    if arm.phases is not None:
+        raise KeelError(f"arms.{name}.phases: an arm with weights_of is not trained; remove one of the two")
+    if arm.streams:
+        raise KeelError(
+            f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two"
+        )
+    if arm.positions is None:
+        raise KeelError(f"arms.{name}: with weights_of and no positions it is {lender!r} again; add positions")
+
+
+def _refuse_unknown(config_class: type, given: Mapping[str, Any], where: str) -> None:
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for field in given:
+        if field not in known:
+            raise KeelError(f"{where}.{field}: unknown field; {suggest(field, known)}")
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the path of a section in front of what its component says about its values."""
+    try:
+        yield
+    except KeelError as error:
+        raise KeelError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+    except TypeError as error:
+        raise KeelError(f"{where}: a value of the wrong type ({error})") from error

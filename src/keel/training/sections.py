@@ -1,0 +1,233 @@
+"""The sections of a recipe as pydantic models: every field with its type, range and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from transformers import AutoConfig, PreTrainedConfig
+
+from keel.data.corpora import CorpusConfig
+from keel.errors import build_config, suggest
+from keel.positions import Positions
+
+DEFAULT_SCALE = "small"
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """One mapping of a recipe; a field that it does not know is an error that names the nearest one that it does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            for name in given:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(
+                        "unknown_field", "{field}", {"field": str(name), "hint": suggest(str(name), cls.model_fields)}
+                    )
+        return given
+
+
+class Tokenizer(Section):
+    """``bpe``: train a byte-level BPE of this many entries; ``pretrained``: take that of this name or folder."""
+
+    bpe: Annotated[int, Field(ge=258)] | None = None
+    pretrained: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Tokenizer:
+        if (self.bpe is None) == (self.pretrained is None):
+            raise ValueError("give exactly one of bpe (number of entries) and pretrained (name or path)")
+        return self
+
+
+class Data(Section):
+    """The text and how it becomes tokens; ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``."""
+
+    corpus: dict[str, Any]
+    tokenizer: Tokenizer
+
+    def corpus_config(self) -> CorpusConfig:
+        """Return the corpus section as the data room's configuration."""
+        return build_config(CorpusConfig, self.corpus, "data.corpus")
+
+
+class Arm(Section):
+    """One competitor.
+
+    ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
+    ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
+    positions.
+    """
+
+    label: str | None = None
+    streams: dict[str, dict[str, Any]] = {}
+    positions: dict[str, Any] | None = None
+    weights_of: str | None = None
+    phases: list[Phase] | None = None
+
+    def stream_configs(self) -> dict[str, dict[str, Any]]:
+        """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
+        return {name: {"type": name, **fields} for name, fields in self.streams.items()}
+
+
+class Phase(Section):
+    """One stretch of training with its own trainer.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: windows a step, over all processes and accumulated micro-batches.
+        accumulation: micro-batches that a step's batch is cut into.
+        window, stride: length of a training window and distance between starts, tokens; stride defaults to the window.
+        learning_rate: peak; linear warm-up over ``warmup_steps``, then a cosine to zero at ``steps``.
+        weight_decay: of AdamW, on matrices only (no biases, norms).
+        clip: largest gradient norm; null for none.
+        label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
+        trainable: what learns: ``all``, ``streams`` or ``host``.
+        precision: ``fp32``, or ``bf16`` for autocast.
+        validate_every: steps between points of the validation curve; the last step always has one.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    name: str
+    steps: Count
+    batch_size: Count = 16
+    accumulation: Count = 1
+    window: Annotated[int, Field(ge=2)] = 256
+    stride: Count | None = None
+    learning_rate: Positive
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NonNegative = 0.1
+    clip: Positive | None = 1.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    trainable: Literal["all", "streams", "host"] = "all"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    validate_every: Count = 100
+    checkpoint_every: Count = 100
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"batch_size {self.batch_size} is no multiple of accumulation {self.accumulation}")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} leave nothing of steps {self.steps}")
+        if self.stride is not None and self.stride > self.window:
+            raise ValueError(f"stride {self.stride} would skip text: it is longer than window {self.window}")
+        return self
+
+    @property
+    def window_stride(self) -> int:
+        """Tokens between the starts of two windows."""
+        return self.window if self.stride is None else self.stride
+
+
+Arm.model_rebuild()
+
+
+class Extrapolation(Section):
+    """Perplexity and bits per byte of the same tokens at several lengths; growth is measured from the first.
+
+    Attributes:
+        lengths: context lengths in tokens, ascending.
+        segments: stretches of text that are evaluated; each is as long as the longest length, in tokens.
+        split: ``valid`` or ``test``.
+        token_budget: most tokens in one forward pass of the shorter lengths.
+    """
+
+    lengths: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    segments: Count = 2
+    split: Literal["valid", "test"] = "test"
+    token_budget: Count = 16384
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Extrapolation:
+        if sorted(set(self.lengths)) != self.lengths:
+            raise ValueError(f"lengths must ascend without repeats, got {self.lengths}")
+        return self
+
+
+class Evaluation(Section):
+    """What is measured on the trained arms."""
+
+    extrapolation: Extrapolation
+
+
+class PaperReference(Section):
+    """What the paper printed: ``values`` by arm, then by metric."""
+
+    paper: str
+    table: str
+    note: str = ""
+    values: dict[str, dict[str, float]]
+
+
+class Recipe(Section):
+    """One scale of a recipe, complete and free of contradictions."""
+
+    name: str
+    title: str
+    serves: str = ""
+    scale: str = DEFAULT_SCALE
+    expected_minutes: dict[str, NonNegative] = {}
+    reference: PaperReference | None = None
+    data: Data
+    host: dict[str, Any]
+    match_parameters: bool = False
+    arms: Annotated[dict[str, Arm], Field(min_length=1)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0]
+    phases: Annotated[list[Phase], Field(min_length=1)]
+    evaluation: Evaluation
+
+    def trained_arms(self) -> list[str]:
+        """Return the names of the arms that have weights of their own."""
+        return [name for name, arm in self.arms.items() if arm.weights_of is None]
+
+    def phases_of(self, arm: str) -> list[Phase]:
+        """Return the phases that ``arm`` trains with."""
+        return self.arms[arm].phases or self.phases
+
+    def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
+        """Return the streams of ``arm``, or of the arm whose weights it uses."""
+        return self.arms[self.arms[arm].weights_of or arm].stream_configs()
+
+    def label_of(self, arm: str) -> str:
+        """Return what people call ``arm``."""
+        return self.arms[arm].label or arm
+
+    def train_window(self, arm: str) -> int:
+        """Return the length of the windows that the weights of ``arm`` were last trained on."""
+        return self.phases_of(self.arms[arm].weights_of or arm)[-1].window
+
+    def positions_at(self, arm: str, length: int) -> Positions | None:
+        """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.
+
+        For yarn, ``original_length`` is by default the training window and ``factor`` the ratio of ``length`` to it,
+        at least 1.
+        """
+        given = self.arms[arm].positions
+        if given is None:
+            return None
+        if given.get("scheme") == "yarn":
+            original = given.get("original_length", self.train_window(arm))
+            given = {"original_length": original, "factor": max(1.0, length / original), **given}
+        return build_config(Positions, given, f"arms.{arm}.positions")
+
+    def host_config(self) -> PreTrainedConfig | None:
+        """Return the configuration of a host that is made from scratch; None where it comes from a checkpoint."""
+        if "checkpoint" in self.host:
+            return None
+        fields = {name: value for name, value in self.host.items() if name != "family"}
+        return AutoConfig.for_model(self.host["family"], **fields)
+
+    def to_yaml(self) -> str:
+        """Return the recipe as a YAML file that ``load_recipe`` reads back to the same recipe."""
+        return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
