@@ -147,7 +147,7 @@ def test_a_host_trained_since_attach_is_not_lost_silently(tmp_path: Path) -> Non
         model.save_streams(tmp_path / "streams")
     assert not (tmp_path / "streams").exists()
     model.save_pretrained(tmp_path / "whole")
-    assert torch.equal(_logits(keel.load(tmp_path / "whole")), _logits(model))
+    torch.testing.assert_close(_logits(keel.load(tmp_path / "whole")), _logits(model))
 
 
 WHOLE_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -193,7 +193,7 @@ def _other_weights(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("damage", WHOLE_DAMAGES)
 def test_damaged_whole_checkpoints_are_refused_in_one_line(whole: Path, damage: str) -> None:
-    assert torch.equal(_logits(keel.load(whole)), _logits(_model()))
+    torch.testing.assert_close(_logits(keel.load(whole)), _logits(_model()))
     harm, message = WHOLE_DAMAGES[damage]
     harm(whole)
     with pytest.raises(KeelError, match=message) as caught:
