@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -84,6 +85,17 @@ def test_a_checkpoint_as_host(tmp_path: Path, tokenizer: PreTrainedTokenizerFast
     with pytest.raises(KeelError, match="cannot be loaded") as caught:
         build_model(parse_recipe({**given, "host": {"checkpoint": str(tmp_path / "nothing")}}), "rope", 0, tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = load_recipe("demo", "tiny")
+    build_model(recipe, "rope", 0, tokenizer).detach().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    given = {**recipe.model_dump(exclude_none=True), "host": {"checkpoint": str(tmp_path)}, "match_parameters": False}
+    with pytest.raises(KeelError, match=r"1 weights are missing, 'model\.norm\.weight' the first"):
+        build_model(parse_recipe(given), "rope", 0, tokenizer)
 
 
 def test_a_tokenizer_larger_than_the_checkpoint_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

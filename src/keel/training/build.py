@@ -70,12 +70,19 @@ def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:
     try:
-        host = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        host, loading = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:  # the libraries below raise OSError, ValueError, KeyError and their own kinds
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise KeelError(
             f"host.checkpoint {name!r} cannot be loaded: {reason}; give a folder or a name on the Hub"
         ) from error
+    if loading["missing_keys"]:
+        absent = sorted(loading["missing_keys"])
+        raise KeelError(
+            f"host.checkpoint {name!r}: {len(absent)} weights are missing, {absent[0]!r} the first; copy it anew"
+        )
     rows = host.get_input_embeddings().num_embeddings
     if vocabulary > rows:
         raise KeelError(

@@ -89,6 +89,8 @@ class Phase(Section):
         accumulation: micro-batches that a step's batch is cut into.
         window, stride: length of a training window and distance between starts, tokens; stride defaults to the window.
         learning_rate: peak; linear warm-up over ``warmup_steps``, then a cosine to zero at ``steps``.
+        stream_learning_rate: the streams' own peak, on the same schedule; beside a pretrained host new parameters want
+            a higher one. null for the same.
         weight_decay: of AdamW, on matrices only (no biases, norms).
         clip: largest gradient norm; null for none.
         label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
@@ -105,6 +107,7 @@ class Phase(Section):
     window: Annotated[int, Field(ge=2)] = 256
     stride: Count | None = None
     learning_rate: Positive
+    stream_learning_rate: Positive | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NonNegative = 0.1
     clip: Positive | None = 1.0

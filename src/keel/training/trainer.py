@@ -282,6 +282,17 @@ class PhaseTrainer(Trainer):
 
     # -- optimizer ----------------------------------------------------------------------------------------------------
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make AdamW, with a learning rate of their own for the streams where the phase names one."""
+        made_before = self.optimizer is not None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        rate = self.phase.stream_learning_rate
+        if rate is not None and not made_before:
+            names = (self.model if model is None else model).named_parameters()
+            streams = {id(parameter) for name, parameter in names if ".streams." in f".{name}"}
+            optimizer.param_groups = _split(optimizer.param_groups, streams, rate)
+        return optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         """Make the warm-up and cosine schedule of the phase."""
         if self.lr_scheduler is None:
@@ -453,6 +464,13 @@ def _arguments(settings: PhaseSettings) -> TrainingArguments:
 
 def _stack(windows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([window[name] for window in windows]) for name in windows[0]}
+
+
+def _split(groups: list[dict[str, Any]], apart: set[int], learning_rate: float) -> list[dict[str, Any]]:
+    """Parameter groups with the parameters in ``apart`` (by id) in groups of their own."""
+    others = [{**group, "params": [p for p in group["params"] if id(p) not in apart]} for group in groups]
+    own = [{**group, "params": [p for p in group["params"] if id(p) in apart], "lr": learning_rate} for group in groups]
+    return [group for group in (*others, *own) if group["params"]]
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
