@@ -170,9 +170,11 @@ def learning_rates(hidden_size: int) -> dict[str, float]:
     """Return peak learning rates for a pretrained host of this width, as fields of a phase.
 
     The best one falls with the width (Yang et al. 2022, muP): 1e-3 at 100, 1e-4 at 1,000 and 2.4e-5 at 4,096 are what such
-    hosts are commonly fine-tuned with. A baseline at a poor learning rate would make any stream look good.
+    hosts are commonly fine-tuned with. A baseline at a poor learning rate would make any stream look good. The stream's
+    parameters are new and its scale starts at zero: they get up to ten times that rate.
     """
-    return {"learning_rate": _two_digits(min(1e-3, 0.1 / hidden_size))}
+    rates = {"learning_rate": min(1e-3, 0.1 / hidden_size), "stream_learning_rate": min(3e-3, 1 / hidden_size)}
+    return {name: _two_digits(rate) for name, rate in rates.items()}
 
 
 def _two_digits(value: float) -> float:

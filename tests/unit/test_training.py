@@ -215,6 +215,19 @@ def test_the_learning_rate_rises_then_falls_as_a_cosine() -> None:
     assert factors[4:] == sorted(factors[4:], reverse=True)
 
 
+def test_streams_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
+    """After one step of Adam a weight has moved by its learning rate, whatever its gradient; weight decay is off here."""
+    moved = {}
+    for rate in (None, 1e-3):
+        phase = PHASE.model_copy(update={"steps": 1, "weight_decay": 0.0, "stream_learning_rate": rate})
+        before, after = weights_of(model_of()), train_here(tmp_path / str(rate), phase)
+        for part in ("host.", "streams."):
+            names = [name for name in before if name.startswith(part) and "step" not in name]
+            moved[rate, part] = max(float((after[name] - before[name]).abs().max()) for name in names)
+    expected = {(None, "host."): 1e-2, (None, "streams."): 1e-2, (1e-3, "host."): 1e-2, (1e-3, "streams."): 1e-3}
+    assert moved == pytest.approx(expected, rel=1e-3)
+
+
 def test_one_seed_fixes_everything_and_another_changes_it(tmp_path: Path) -> None:
     first, again, other = (
         train_here(tmp_path / str(index), dropout=0.3, seed=seed) for index, seed in enumerate((3, 3, 4))
@@ -277,7 +290,7 @@ def crash_after(count: int, kind: str) -> Any:
 
 @pytest.mark.parametrize("steps_before", [1, 3, 5])
 def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(tmp_path: Path, steps_before: int) -> None:
-    phase = PHASE.model_copy(update={"accumulation": 2, "label_smoothing": 0.1})
+    phase = PHASE.model_copy(update={"accumulation": 2, "label_smoothing": 0.1, "stream_learning_rate": 3e-3})
     whole = train_here(tmp_path / "whole", phase, dropout=0.3)
     with pytest.raises(Interrupted):
         train_here(tmp_path / "cut", phase, dropout=0.3, progress=crash_after(steps_before, "step"))

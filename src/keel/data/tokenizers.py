@@ -55,7 +55,9 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     Raises: KeelError where it cannot be found, has no fast version (offsets are needed), or no end-of-text token.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(name_or_path), use_fast=True, trust_remote_code=False
+        )
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise KeelError(f"tokenizer {name_or_path} cannot be loaded ({reason}); check name or folder") from error
