@@ -151,10 +151,10 @@ def stream_layer(cache: Cache, host_config: PreTrainedConfig) -> StreamCacheLaye
         raise KeelError(
             f"past_key_values must be a transformers Cache, got {type(cache).__name__}; pass DynamicCache(config=...)"
         )
-    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
-        raise KeelError("a static cache would silently lose the streams' state; use cache_implementation='dynamic'")
     last = cache.layers[-1] if cache.layers else None
     seen = last.seen if isinstance(last, StreamCacheLayer) else 0
+    if not isinstance(last, StreamCacheLayer) and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise KeelError("a static cache would silently lose the streams' state; use cache_implementation='dynamic'")
     if cache.get_seq_length() != seen:
         raise KeelError(
             f"this cache was filled without the streams, their state is missing: it holds {cache.get_seq_length()} tokens, of which "

@@ -276,7 +276,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         ):  # the host goes on in a cache that it is given, so do the streams
             cache = new_cache(self.host.config) if cache is None else cache
             layer = stream_layer(cache, self.host.config)
-        length = embeddings_BTD.shape[1]
+        length, attention_mask = embeddings_BTD.shape[1], _unless_all_attended(attention_mask)
         inputs = PassInputs(
             embeddings_BTD=embeddings_BTD,
             attended_BT=_attended(attention_mask, length) if active else None,
@@ -546,6 +546,18 @@ def _mark_initialized(host: nn.Module) -> None:
     """Tell transformers that these weights are to be kept: building a model around them must not initialise them again."""
     for module in host.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def _unless_all_attended(attention_mask: Tensor | None) -> Tensor | None:
+    """Return None instead of a 2-D mask without padding: host and streams then do nothing for it.
+
+    Only on a processor: elsewhere the look would wait for the device.
+    """
+    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.device.type != "cpu":
+        return attention_mask
+    if torch.compiler.is_compiling():
+        return attention_mask
+    return None if bool(attention_mask.all()) else attention_mask
 
 
 def _attended(attention_mask: Tensor | None, length: int) -> Tensor | None:

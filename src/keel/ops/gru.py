@@ -10,6 +10,8 @@ with the state, sigmoid, addcmul, tanh, lerp), a backward step three, and the we
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,8 @@ def gru(
         state_GBH = inputs_BTD.new_zeros(num_groups, inputs_BTD.shape[0], size, dtype=dtype)
     tensors = (inputs_BTD, weight_ih_G3HD, weight_hh_G3HH, bias_ih_G3H, bias_hh_G3H, state_GBH)
     keep_TB = None if document_starts_BT is None else document_starts_BT.logical_not().T.to(dtype)
-    with torch.autocast(inputs_BTD.device.type, enabled=False):
+    device = inputs_BTD.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         inputs, weight_ih, weight_hh, bias_ih, bias_hh, state = (tensor.to(dtype) for tensor in tensors)
         if inputs_BTD.shape[1] == 1:
             states_GBTH = _single_step(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state, keep_TB).unsqueeze(2)

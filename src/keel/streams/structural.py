@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,12 @@ class StructuralFlow(Flow):
         self.gate_from_state_GBTS: Tensor | None = None
         self.gate_hidden_SCD: Tensor | None = None
         self.gate_scale: Tensor | None = None
+        self.token_sites: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self.alphas: dict[int, Tensor] = {}
+
+    def sorted_alphas(self) -> list[Tensor]:
+        """Return the gates so far in the order of the sites."""
+        return [self.alphas[index] for index in sorted(self.alphas)]
 
     def replay(self) -> StructuralFlow:
         """See ``Flow.replay``."""
@@ -183,51 +188,87 @@ class StructuralStream(Stream):
     def open(self, inputs: PassInputs, state: State) -> StructuralFlow:
         """Run the recurrence over the pass (Eq. 2) and the part of every gate that depends on it alone."""
         # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
-        normed_BTD = self.norm(inputs.embeddings_BTD.to(self.norm.weight.dtype))
-        normed_BTD = normed_BTD.to(torch.promote_types(normed_BTD.dtype, torch.float32))
+        weight_D, embeddings_BTD = self.norm.weight, inputs.embeddings_BTD
+        normed_BTD = torch.layer_norm(_as(embeddings_BTD, weight_D.dtype), weight_D.shape, weight_D, self.norm.bias)
+        normed_BTD = _as(normed_BTD, torch.promote_types(normed_BTD.dtype, torch.float32))
         previous = state.get("g")
         previous_GBD = None if previous is None else previous.transpose(0, 1)
         states_GBTD, final_GBD = run_padded(
             self._recurrence, normed_BTD, inputs.attended_BT, previous_GBD, inputs.document_starts_BT
         )
-        flow = StructuralFlow(inputs, states_GBTD.to(inputs.embeddings_BTD.dtype), final_GBD)
+        flow = StructuralFlow(inputs, _as(states_GBTD, embeddings_BTD.dtype), final_GBD)
         flow.history_GBTD = states_GBTD if inputs.keep_history else None
-        temperature = self.temperature()
-        flow.gate_hidden_SCD = self.gate_hidden / temperature
-        if self.config.gate == "scalar":
-            flow.gate_from_state_GBTS = (
-                F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0]) / temperature
-            )
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
+        flow.gate_hidden_SCD = self._tempered(self.gate_hidden)
+        if self.config.gate == "scalar" and normed_BTD.shape[1] == 1:
+            flow.token_sites = self._token_sites(flow)
+        elif self.config.gate == "scalar":
+            from_state_GBTS = F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0])
+            flow.gate_from_state_GBTS = self._tempered(from_state_GBTS)
         return flow
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        temperature = self.temperature()
+        return logits if isinstance(temperature, int | float) and temperature == 1 else logits / temperature
+
+    def _token_sites(self, flow: StructuralFlow) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For a pass over one token, as in decoding: each site's gate weight [B, D, 1], the gate's part that depends on the
+        state [B, 1, 1], and what is written where the gate is open [B, 1, D]. All sites at once: calls are what a token costs.
+        """
+        assert flow.gate_hidden_SCD is not None
+        states_SBD = flow.states_GBTD.squeeze(2)
+        sites, groups, batch = len(self.site_index), len(states_SBD), states_SBD.shape[1]
+        if groups > 1:
+            states_SBD = states_SBD.repeat_interleave(sites // groups, 0)
+        states_SBD = states_SBD.expand(sites, -1, -1)
+        from_state_SB1 = self._tempered(torch.baddbmm(self.gate_bias.unsqueeze(1), states_SBD, self.gate_state.mT))
+        if self.config.init == "identity":
+            states_SBD = states_SBD * self.scale.unsqueeze(1)
+        if flow.gate_scale is not None:
+            states_SBD = states_SBD * flow.gate_scale
+        weight_SBD1 = flow.gate_hidden_SCD.mT.unsqueeze(1).expand(-1, batch, -1, -1)
+        parts = (weight_SBD1, from_state_SB1.unsqueeze(2), states_SBD.unsqueeze(2))
+        return list(zip(*(part.unbind(0) for part in parts), strict=True))
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Return ``h + alpha g`` (Eq. 6, before the block's own norm)."""
         assert isinstance(flow, StructuralFlow) and flow.gate_hidden_SCD is not None
-        index, group = self.site_index[site, layer], self.group_of[layer]
-        state_BTD = flow.states_GBTD[group]
-        normed_BTD = F.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
-        if flow.gate_from_state_GBTS is not None:
-            from_state = flow.gate_from_state_GBTS[group, ..., index : index + 1]
+        index = self.site_index[site, layer]
+        if flow.token_sites is not None:
+            weight_BD1, from_state_B11, bias_BTD = flow.token_sites[index]
+            normed_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
+            flow.alphas[index] = alpha_BTC = torch.sigmoid(torch.baddbmm(from_state_B11, normed_BTD, weight_BD1))
         else:
-            from_state = F.linear(state_BTD, self.gate_state[index], self.gate_bias[index]) / self.temperature()
-        alpha_BTC = torch.sigmoid(F.linear(normed_BTD, flow.gate_hidden_SCD[index]) + from_state)
-        flow.alphas[index] = alpha_BTC
-        if flow.gate_scale is not None:
-            alpha_BTC = alpha_BTC * flow.gate_scale
-        if self.config.init == "identity":
-            state_BTD = state_BTD * self.scale[index]
-        return torch.addcmul(hidden_BTD, alpha_BTC, state_BTD).to(hidden_BTD.dtype)
+            flow.alphas[index] = alpha_BTC = self._alpha(index, layer, hidden_BTD, flow)
+            if flow.gate_scale is not None:
+                alpha_BTC = alpha_BTC * flow.gate_scale
+            bias_BTD = flow.states_GBTD[self.group_of[layer]]
+            if self.config.init == "identity":
+                bias_BTD = bias_BTD * self.scale[index]
+        return _as(torch.addcmul(hidden_BTD, alpha_BTC, bias_BTD), hidden_BTD.dtype)
+
+    def _alpha(self, index: int, layer: int, hidden_BTD: Tensor, flow: StructuralFlow) -> Tensor:
+        """Return the gate of a site (Eq. 6, right), [B, T, C]."""
+        assert flow.gate_hidden_SCD is not None
+        group = self.group_of[layer]
+        if flow.gate_from_state_GBTS is not None:
+            from_state_BTC = flow.gate_from_state_GBTS[group, ..., index : index + 1]
+        else:
+            from_state_BTC = F.linear(flow.states_GBTD[group], self.gate_state[index], self.gate_bias[index])
+            from_state_BTC = self._tempered(from_state_BTC)
+        normed_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
+        return torch.sigmoid(F.linear(normed_BTD, flow.gate_hidden_SCD[index]) + from_state_BTC)
 
     def close(self, flow: Flow) -> PassResult:
         """Return state, history, the confidence penalty (Eq. 8) and the gates."""
         assert isinstance(flow, StructuralFlow)
-        inputs = flow.inputs
-        alphas = [flow.alphas[index] for index in sorted(flow.alphas)]
-        losses = {}
-        if self.config.confidence_penalty and alphas:
-            spread_BT = torch.stack([(alpha * (1 - alpha)).float().mean(-1) for alpha in alphas]).mean(0)
+        inputs, losses, signals = flow.inputs, {}, {}
+        if inputs.collect_signals:
+            signals["gate"] = torch.cat([alpha.mean(-1, keepdim=True) for alpha in flow.sorted_alphas()], -1)
+        if self.config.confidence_penalty and flow.alphas:
+            spreads = [(alpha * (1 - alpha)).float().mean(-1) for alpha in flow.sorted_alphas()]
+            spread_BT = torch.stack(spreads).mean(0)
             if inputs.attended_BT is not None:
                 spread_BT = spread_BT * inputs.attended_BT
             losses["confidence"] = StreamLoss(token_sum=-spread_BT.sum(), weight=self.config.confidence_penalty)
@@ -235,9 +276,7 @@ class StructuralStream(Stream):
             state={"g": flow.final_GBD.transpose(0, 1)},
             history={} if flow.history_GBTD is None else {"g": flow.history_GBTD.permute(1, 2, 0, 3)},
             losses=losses,
-            signals={"gate": torch.cat([a.mean(-1, keepdim=True) for a in alphas], -1)}
-            if inputs.collect_signals
-            else {},
+            signals=signals,
         )
 
     def _recurrence(
@@ -254,16 +293,25 @@ class StructuralStream(Stream):
                 document_starts_BT,
             )
         rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
+        if inputs_BTD.shape[1] == 1 and state_GBD is not None and document_starts_BT is None:
+            states_GBTD = torch.lerp(state_GBD.unsqueeze(2), candidate_GBTD, rate_GBTD)
+            return states_GBTD, states_GBTD[:, :, 0]
         decay_GBTD = 1 - rate_GBTD
         if document_starts_BT is not None:
             decay_GBTD = decay_GBTD.masked_fill(document_starts_BT[None, ..., None], 0.0)
         return linear_scan(decay_GBTD, rate_GBTD * candidate_GBTD, state_GBD)
 
     def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        weighted = torch.einsum("...td,grd->g...tr", inputs_BTD.to(self.weight_input.dtype), self.weight_input)
-        projected = (weighted + self.bias_input[:, None, None]).to(inputs_BTD.dtype)
-        rate_GBTD, candidate_GBTD = projected.chunk(2, -1)
+        weight_RD = self.weight_input.flatten(0, 1)
+        projected_BTR = F.linear(_as(inputs_BTD, weight_RD.dtype), weight_RD, self.bias_input.flatten())
+        projected_GBTR = _as(projected_BTR, inputs_BTD.dtype).unflatten(-1, (len(self.bias_input), -1)).movedim(-2, 0)
+        rate_GBTD, candidate_GBTD = projected_GBTR.chunk(2, -1)
         return torch.sigmoid(rate_GBTD), torch.tanh(candidate_GBTD)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)`` without the call where there is nothing to do: a token of decoding pays for every call."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def reference_states(
