@@ -1,0 +1,36 @@
+"""The benchmarks run, at a toy size: what they print and record has every arm and every ratio. No time is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arms"),
+    [
+        ("step", [], {"host", "gru", "scan", "x-transformers"}),
+        ("decode", ["--new-tokens", "4"], {"host", "gru", "scan"}),
+        ("evaluation", ["--tokens", "64", "--lengths", "16", "--arms", "gru"], {"host", "gru"}),
+    ],
+)
+def test_a_benchmark_compares_every_arm_with_the_host(
+    name: str, options: list[str], arms: set[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *SMALL, *options, "--record", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-800:]
+    entry = json.loads(record.read_text(encoding="utf-8"))["benchmarks"][name]
+    assert {arm["arm"].split(",")[0] for arm in entry["arms"]} >= arms
+    assert len(entry["comparisons"]) >= len(arms) - 1
+    for line in entry["comparisons"]:
+        assert all(ratio["min"] <= ratio["median"] <= ratio["max"] for ratio in line["ratios"].values())
+        assert all(ratio["median"] > 0 for ratio in line["ratios"].values())
