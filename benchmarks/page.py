@@ -33,8 +33,10 @@ def main() -> None:
 def section(name: str, entry: dict[str, Any]) -> list[str]:
     """Return one benchmark: its setup, a row an arm, a line a ratio, and the conditions."""
     fields = list(dict.fromkeys(field for arm in entry["arms"] for field in arm))
+    script, *rest = name.split(", ")
+    title = ", ".join([f"`benchmarks/{script}.py`", *rest])
     lines = [
-        f"## `benchmarks/{name}.py`\n",
+        f"## {title}\n",
         entry["setup"] + ".\n",
         f"| {' | '.join(fields)} |",
         "|---" * len(fields) + "|",
