@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 import torch
 from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase
 
 from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
@@ -135,7 +136,9 @@ def _kept(value: Any) -> Any:
 def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any, Any] | None:
     """The first place where two recipes differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
-        pairs = [(str(key), before.get(key), now.get(key)) for key in {**before, **now}]
+        # An arm may be added to a run; no other field may appear or go.
+        keys = before if path == ("arms",) else {**before, **now}
+        pairs = [(str(key), before.get(key), now.get(key)) for key in keys]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = [(str(i), *values) for i, values in enumerate(zip(before, now, strict=True))]
     else:
@@ -156,6 +159,8 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
         raise KeelError(
             f"{out}: the corpus or the tokenizer has changed since this run was begun; choose another folder"
         )
+    elif set(plan.widths) != set(recipe.trained_arms()):
+        plan = dataclasses.replace(plan, widths=_widths_with_new_arms(recipe, tokens.tokenizer, plan.widths, out))
     commit = git_commit()
     if commit is not None and commit not in plan.commits:
         plan = dataclasses.replace(plan, commits=[*plan.commits, commit])
@@ -163,6 +168,20 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
         plan.write(out)
         write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
     return plan
+
+
+def _widths_with_new_arms(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, before: dict[str, int | None], out: Path
+) -> dict[str, int | None]:
+    """Widths of the hosts, now that arms were added.  Raises: KeelError where those of the earlier arms would change."""
+    widths = matched_widths(recipe, tokenizer)
+    changed = next((arm for arm, width in before.items() if widths[arm] != width), None)
+    if changed is not None:
+        raise KeelError(
+            f"{out}: with the arms added now, matched parameters give arm {changed!r} a width of {widths[changed]} instead of "
+            f"{before[changed]}; run all arms in another folder"
+        )
+    return widths
 
 
 def _run_here(

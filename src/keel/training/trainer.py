@@ -455,7 +455,8 @@ def _arguments(settings: PhaseSettings) -> TrainingArguments:
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
-        use_cpu=settings.device == "cpu",
+        # Said also where there is nothing else: without it the library refuses bf16 on a machine that has no GPU.
+        use_cpu=settings.device == "cpu" or not torch.accelerator.is_available(),
         dataloader_pin_memory=False,
         ddp_timeout=86_400,
         optim="adamw_torch",
