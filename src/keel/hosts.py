@@ -2,11 +2,12 @@
 
 A *site* is a named place in the host. Those between the first and the last two exist once a layer:
 
-    embeddings, attention_norm_input, attention_output, mlp_norm_input, final_norm_input, final_hidden
+    embeddings, attention_norm_input, attention_qk, attention_output, mlp_norm_input, final_norm_input, final_hidden
 
 ``attention_norm_input`` is what the block's own norm before attention reads, so a stream that adds to it (S-Former Eq. 6) leaves
 the residual stream alone. A post-norm host (OLMo2) has no such norm: there the attention and the feed-forward read the raw
-residual, and their own inputs are the site.
+residual, and their own inputs are the site. ``attention_qk`` is what queries and keys are projected from: a stream changes it for
+those two and not for the values (Eq. 4), also where one projection makes all three.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from keel.errors import KeelError, suggest
 
-LAYER_SITES = ("attention_norm_input", "attention_output", "mlp_norm_input")
+LAYER_SITES = ("attention_norm_input", "attention_qk", "attention_output", "mlp_norm_input")
 SITES = ("embeddings", *LAYER_SITES, "final_norm_input", "final_hidden")
 
 
@@ -32,7 +33,8 @@ class HostFamily:
     """Module names of one architecture, relative to its base model (``layers``, ``final_norm``) or to a layer.
 
     ``attention_input`` and ``mlp_input`` are the modules whose first input is the site of that name. ``attention`` is the
-    attention module; ``query_key`` names the projections that queries and keys come from (one name where they are fused).
+    attention module; ``query_key`` names the projections that queries and keys come from: two, or one that makes the values
+    too. ``interleaved`` says that such a one gives query, key and value head by head, not all queries first.
     """
 
     layers: str = "layers"
@@ -41,6 +43,7 @@ class HostFamily:
     attention_input: str = "input_layernorm"
     mlp_input: str = "post_attention_layernorm"
     query_key: tuple[str, ...] = ("q_proj", "k_proj")
+    interleaved: bool = False
 
 
 _LLAMA = HostFamily()
@@ -54,7 +57,9 @@ FAMILIES: dict[str, HostFamily] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "olmo2": HostFamily(attention_input="self_attn", mlp_input="mlp"),
-    "gpt_neox": HostFamily(final_norm="final_layer_norm", attention="attention", query_key=("query_key_value",)),
+    "gpt_neox": HostFamily(
+        final_norm="final_layer_norm", attention="attention", query_key=("query_key_value",), interleaved=True
+    ),
     "gpt2": HostFamily(
         layers="h", final_norm="ln_f", attention="attn", attention_input="ln_1", mlp_input="ln_2", query_key=("c_attn",)
     ),
@@ -104,20 +109,53 @@ def host_shape(host: PreTrainedModel) -> HostShape:
     return HostShape(hidden_size=host.config.hidden_size, num_layers=host.config.num_hidden_layers)
 
 
-def site_module(host: PreTrainedModel, family: HostFamily, site: str, layer: int) -> tuple[nn.Module, bool]:
-    """Return the module at a site and whether the site is its input (else its output).
+class FusedProjection(NamedTuple):
+    """How the output of one projection for query, key and value is laid out.
+
+    It is ``groups`` equal parts, and of each the first ``query_key`` columns are query and key, the others value.
+    """
+
+    groups: int
+    query_key: int
+
+
+class SiteModule(NamedTuple):
+    """A module at a site; the site is its output, its input, or (``fused``) its input as far as it makes query and key."""
+
+    module: nn.Module
+    is_input: bool = True
+    fused: FusedProjection | None = None
+
+
+def site_modules(host: PreTrainedModel, family: HostFamily, site: str, layer: int) -> list[SiteModule]:
+    """Return the modules at a site: one, or two where query and key have projections of their own.
 
     ``layer`` is -1 outside the layers. ``embeddings`` has no module here: the model that owns the host reads and writes them
     before the host runs. Raises: KeelError for a name that is no site.
     """
-    if site in LAYER_SITES:
-        block = getattr(host.base_model, family.layers)[layer]
-        if site == "attention_output":
-            return getattr(block, family.attention), False
-        return getattr(block, family.attention_input if site == "attention_norm_input" else family.mlp_input), True
     if site in ("final_norm_input", "final_hidden"):
-        return getattr(host.base_model, family.final_norm), site == "final_norm_input"
-    raise KeelError(f"unknown site {site!r}; {suggest(site, SITES)}")
+        return [SiteModule(getattr(host.base_model, family.final_norm), site == "final_norm_input")]
+    if site not in LAYER_SITES:
+        raise KeelError(f"unknown site {site!r}; {suggest(site, SITES)}")
+    block = getattr(host.base_model, family.layers)[layer]
+    attention = getattr(block, family.attention)
+    if site == "attention_output":
+        return [SiteModule(attention, is_input=False)]
+    if site == "attention_norm_input":
+        return [SiteModule(getattr(block, family.attention_input))]
+    if site == "mlp_norm_input":
+        return [SiteModule(getattr(block, family.mlp_input))]
+    fused = _fused_projection(host, family) if len(family.query_key) == 1 else None
+    return [SiteModule(getattr(attention, name), fused=fused) for name in family.query_key]
+
+
+def _fused_projection(host: PreTrainedModel, family: HostFamily) -> FusedProjection:
+    config = host.config
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if family.interleaved:
+        return FusedProjection(heads, 2 * width)
+    return FusedProjection(1, (heads + (getattr(config, "num_key_value_heads", None) or heads)) * width)
 
 
 def logits_from_hidden(host: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:

@@ -32,11 +32,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from keel.cache import StreamCacheLayer, new_cache, stream_layer
 from keel.errors import KeelError, build_config
-from keel.hosts import fingerprint, host_family, host_shape, logits_from_hidden, site_module
+from keel.hosts import fingerprint, host_family, host_shape, logits_from_hidden, site_modules
 from keel.positions import Positions, set_positions
 from keel.storage import is_streams_folder, load_streams, save_streams
 from keel.streams import stream_from_config
-from keel.streams.base import Flow, InputHook, OutputHook, PassInputs, PassResult, SiteHook, Stream, Wires
+from keel.streams.base import (
+    Flow,
+    FusedProjectionHook,
+    InputHook,
+    KeyHook,
+    OutputHook,
+    PassInputs,
+    PassResult,
+    QueryHook,
+    SiteHook,
+    Stream,
+    Wires,
+)
 
 
 class KeelConfig(PreTrainedConfig):
@@ -127,19 +139,37 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         self.wires.streams = streams
         self.streams_enabled = True
         self._checkpointing = False
-        self._hooks: list[Any] = []
+        self._hooks: dict[tuple[str, int], list[tuple[nn.Module, Any]]] = {}
         writers: dict[tuple[str, int], list[str]] = {}
         for name, stream in streams.items():
             for pair in stream.write_sites():
                 writers.setdefault(pair, []).append(name)
         self.embedding_writers = writers.pop(("embeddings", -1), [])
-        for (site, layer), names in writers.items():
-            module, is_input = site_module(self.host, self.family, site, layer)
-            if is_input:
-                hook = InputHook(self.wires, names, site, layer)
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._writers = writers
+        for site, layer in writers:
+            self._hook(site, layer)
+
+    def _hook(self, site: str, layer: int) -> None:
+        names, places = self._writers[site, layer], site_modules(self.host, self.family, site, layer)
+        hooks = self._hooks[site, layer] = []
+        for index, (module, is_input, fused) in enumerate(places):
+            if fused is not None:
+                handle = module.register_forward_hook(FusedProjectionHook(self.wires, names, site, layer, fused))
+            elif is_input:
+                kind = InputHook if len(places) == 1 else (QueryHook, KeyHook)[index]
+                handle = module.register_forward_pre_hook(kind(self.wires, names, site, layer), with_kwargs=True)
             else:
-                self._hooks.append(module.register_forward_hook(OutputHook(self.wires, names, site, layer)))
+                handle = module.register_forward_hook(OutputHook(self.wires, names, site, layer))
+            hooks.append((module, handle))
+
+    def _follow_wrapped_modules(self) -> None:
+        """Move hooks to where a module at a site was wrapped since, as PEFT does: the wrapper's own part would miss them."""
+        for (site, layer), hooks in list(self._hooks.items()):
+            places = site_modules(self.host, self.family, site, layer)
+            if any(place.module is not module for place, (module, _) in zip(places, hooks, strict=True)):
+                for _, handle in hooks:
+                    handle.remove()
+                self._hook(site, layer)
 
     @contextmanager
     def disable_streams(self) -> Iterator[None]:
@@ -152,9 +182,10 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def detach(self) -> PreTrainedModel:
         """Take the hooks off and return the host; without training it is bitwise the one that was attached."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.streams_enabled = [], False
+        for hooks in self._hooks.values():
+            for _, hook in hooks:
+                hook.remove()
+        self._hooks, self.streams_enabled = {}, False
         if self.config.positions is not None:
             set_positions(self.host, Positions())
         return self.host
@@ -270,6 +301,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
                 "modules_to_save and call streams.requires_grad_(True) after get_peft_model"
             )
         active = self.wires.streams if self.streams_enabled else {}
+        # Not for every token of decoding: it takes time, and a prompt comes first.
+        if embeddings_BTD.shape[1] > 1 and not torch.compiler.is_compiling():
+            self._follow_wrapped_modules()
         layer: StreamCacheLayer | None = None
         if active and (
             use_cache or cache is not None
@@ -457,7 +491,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
                 "positions": self.config.positions or {"scheme": "as the host"},
             },
             "streams": streams,
-            "hooks": len(self._hooks),
+            "hooks": sum(len(hooks) for hooks in self._hooks.values()),
         }
 
 

@@ -88,6 +88,12 @@ STREAM_CASES: dict[str, StreamCase] = {
     "scan_model": StreamCase(_structural(cell="scan", gate="channel", confidence_penalty=0.3), losses=_CONFIDENCE),
     "scan_layer": StreamCase(_structural(cell="scan", share="layer", gate_warmup_steps=4), everywhere=True),
     "gru_paper": StreamCase(_structural(cell="gru", init="paper"), identity=False),
+    "fusion_model": StreamCase(
+        _structural(inject="fusion", confidence_penalty=0.3), everywhere=True, losses=_CONFIDENCE
+    ),
+    "fusion_layer": StreamCase(
+        _structural(inject="fusion", cell="scan", share="layer", gate="channel", init="paper"), identity=False
+    ),
 }
 
 

@@ -45,7 +45,7 @@ def _reference(model: keel.KeelForCausalLM, ids: Tensor, **options: Any) -> Deco
     expected = _decode(model, ids, use_cache=False, **options)
     with model.disable_streams():
         bare = _decode(model, ids, use_cache=False, **options)
-    assert (bare.evidence - expected.evidence).abs().max() > 1e-3  # far above what `_same` lets pass
+    assert (bare.evidence - expected.evidence).abs().max() > 5e-4  # above what `_same` lets pass
     assert expected.cache is None
     return expected
 

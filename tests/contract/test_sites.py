@@ -108,6 +108,31 @@ def test_norm_inputs_leave_the_residual_stream_alone(host_name: str, site: str) 
     assert torch.equal(written, bare)
 
 
+@every_host
+def test_queries_and_keys_see_what_values_do_not(host_name: str) -> None:
+    """S-Former Eq. 4. A token that attends to itself alone reads its own value, whatever query and key are."""
+    model, ids = _shifted(host_name, "attention_qk", 1), tokens(2, LENGTH)
+    alone = ids[:, :1]
+    with torch.no_grad():
+        written = model(alone).logits
+        with model.disable_streams():
+            close(written, model(alone).logits)
+        # Shifting what the whole projection reads instead is seen, so the comparison above could fail.
+        norm = _shifted(host_name, "attention_norm_input", 1)
+        norm.streams.load_state_dict(model.streams.state_dict())
+        assert (norm(alone).logits - written).abs().max() > 1e-2
+
+
+@every_host
+def test_a_query_and_its_key_are_written_once(host_name: str) -> None:
+    model, ids = _shifted(host_name, "attention_qk", 1), tokens(2, LENGTH)
+    stream, calls = model.streams["shift"], []
+    write = stream.write
+    stream.write = lambda *given: calls.append(given[:2]) or write(*given)
+    model(ids)
+    assert calls == [("attention_qk", 1)]
+
+
 def _block(host: Any, layer: int) -> nn.Module:
     return (host.base_model.h if hasattr(host.base_model, "h") else host.base_model.layers)[layer]
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import STREAM_CASES, Case, close, every_case, host_cases, pad, perturb, spread_cases, thin_cases, tokens
+from cases import (
+    FIRST_STREAM,
+    STREAM_CASES,
+    Case,
+    close,
+    every_case,
+    host_cases,
+    pad,
+    perturb,
+    spread_cases,
+    thin_cases,
+    tokens,
+)
 from torch import Tensor
 
 import keel
@@ -134,3 +146,32 @@ def test_lora_on_top_trains_and_generates(case: Case) -> None:
         for cached in (True, False)
     )
     assert torch.equal(found, uncached)
+
+
+@pytest.mark.parametrize("stream_name", [name for name, stream in STREAM_CASES.items() if stream.everywhere])
+@pytest.mark.parametrize("host_name", ["llama", "phi3", "gpt_neox_serial", "gpt2"])
+def test_what_an_adapter_adds_reads_what_the_stream_wrote(host_name: str, stream_name: str) -> None:
+    """An adapter wraps a projection; merged into its weight it gives the same, and then there is nothing to be missed."""
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = Case(host_name, stream_name).model(), tokens(2, LENGTH)
+    targets = [f"{model.family.attention}.{name}" for name in model.family.query_key]
+    with torch.no_grad():
+        before = model(ids).logits
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+        apart = wrapped(input_ids=ids).logits
+        assert (apart - before).abs().max() > 1e-2
+        merged = wrapped.merge_and_unload()
+        close(merged(input_ids=ids).logits, apart, atol=1e-4)
+
+
+def test_a_wrapped_norm_does_not_lose_the_stream() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = Case("llama", FIRST_STREAM).model(), tokens(2, LENGTH)
+    with torch.no_grad():
+        expected = model(ids).logits
+        wrapped = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
+        ).eval()
+        close(wrapped(input_ids=ids).logits, expected)

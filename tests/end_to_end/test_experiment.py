@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from keel.errors import KeelError
 from keel.evaluation.results import Results, read_results
 from keel.experiment import run_experiment
 from keel.training import Recipe, parse_recipe, read_training_report
+from keel.training.recipe import merge
 
 STEPS = 12
 
@@ -165,6 +167,27 @@ def test_more_seeds_resume_what_is_there(recipe: Recipe, results: Results, out: 
     )
     assert more.arms["structural"].metrics["ppl@64"].values[1] is None, "an arm that was not asked for waits"
     assert more.provenance.wall_s > results.provenance.wall_s
+
+
+def _with_arm(recipe: Recipe, name: str, **fields: Any) -> Recipe:
+    return parse_recipe(merge(recipe.model_dump(mode="json", exclude_none=True), {"arms": {name: fields}}))
+
+
+def test_an_arm_added_later_joins_the_run(recipe: Recipe, results: Results, out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "more")
+    out = tmp_path / "more"
+    before = (out / "rope/seed0/evaluation.json").stat().st_mtime_ns
+    more = run_experiment(_with_arm(recipe, "nope", positions={"scheme": "nope"}), out, resume=True, only=["nope"])
+    assert (out / "rope/seed0/evaluation.json").stat().st_mtime_ns == before
+    assert more.arms["nope"].metrics["ppl@64"].mean is not None
+    assert abs(more.arms["nope"].params_total - more.arms["rope"].params_total) < 100
+    assert more.arms["rope"].metrics["ppl@64"] == results.arms["rope"].metrics["ppl@64"]
+
+
+def test_an_arm_that_would_change_the_others_is_refused(recipe: Recipe, results: Results, out: Path) -> None:
+    large = _with_arm(recipe, "large", streams={"structural": {"share": "layer", "init": "paper"}})
+    with pytest.raises(KeelError, match=r"give arm 'rope' a width of .*; run all arms in another folder"):
+        run_experiment(large, out, resume=True, only=["large"])
 
 
 def test_an_unknown_arm_is_refused(recipe: Recipe, tmp_path: Path) -> None:

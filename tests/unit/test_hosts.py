@@ -28,7 +28,7 @@ from keel.hosts import (
     host_family,
     host_shape,
     logits_from_hidden,
-    site_module,
+    site_modules,
 )
 
 _SIZES: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -173,9 +173,9 @@ def test_every_site_has_its_module(name: str) -> None:
     found = set()
     for site in SITES[1:]:
         for layer in (0, 1) if site in LAYER_SITES else (-1,):
-            module, is_input = site_module(host, family, site, layer)
+            module, is_input, _ = site_modules(host, family, site, layer)[0]
             assert isinstance(module, torch.nn.Module)
-            assert is_input is site.endswith("_input")
+            assert is_input is (site.endswith("_input") or site == "attention_qk")
             found.add((id(module), is_input))
     assert len(found) == len(SITES) - 1 + len(LAYER_SITES)
 
@@ -183,4 +183,4 @@ def test_every_site_has_its_module(name: str) -> None:
 def test_an_unknown_site_names_the_nearest() -> None:
     host = _host()
     with pytest.raises(KeelError, match="unknown site 'attention_input'; did you mean 'attention_norm_input'"):
-        site_module(host, host_family(host), "attention_input", 0)
+        site_modules(host, host_family(host), "attention_input", 0)

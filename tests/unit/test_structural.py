@@ -17,16 +17,22 @@ from torch import Tensor
 from keel.errors import KeelError
 from keel.hosts import HostShape
 from keel.streams.base import PassInputs
-from keel.streams.structural import StructuralFlow, StructuralStream, reference_bias, reference_states
+from keel.streams.structural import (
+    StructuralFlow,
+    StructuralStream,
+    reference_bias,
+    reference_fusion,
+    reference_states,
+)
 
 WIDTH, LAYERS, BATCH, LENGTH = 6, 2, 3, 9
 SHAPE = HostShape(hidden_size=WIDTH, num_layers=LAYERS)
 TOLERANCE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
 
 SHAPES_OF_A_STREAM = [
-    {"cell": cell, "share": share, "gate": gate, "init": init}
-    for cell, share, gate, init in itertools.product(
-        ("gru", "scan"), ("model", "layer"), ("scalar", "channel"), ("identity", "paper")
+    {"inject": inject, "cell": cell, "share": share, "gate": gate, "init": init}
+    for inject, cell, share, gate, init in itertools.product(
+        ("bias", "fusion"), ("gru", "scan"), ("model", "layer"), ("scalar", "channel"), ("identity", "paper")
     )
 ]
 every_stream = pytest.mark.parametrize("fields", SHAPES_OF_A_STREAM, ids=lambda fields: "-".join(fields.values()))
@@ -96,6 +102,14 @@ def _reference_states(stream: StructuralStream, embeddings_BTD: Tensor, batch: B
     return reference_states(stream, embeddings_BTD, batch.attended_BT, batch.document_starts_BT, batch.state_BGD)
 
 
+def _reference_write(
+    stream: StructuralStream, site: str, layer: int, hidden_BTD: Tensor, states_GBTD: Tensor
+) -> Tensor:
+    if stream.config.inject == "fusion":
+        return reference_fusion(stream, layer, hidden_BTD, states_GBTD)
+    return reference_bias(stream, site, layer, hidden_BTD, states_GBTD)
+
+
 def _gradients(outputs: list[Tensor], stream: StructuralStream, others: list[Tensor]) -> list[Tensor]:
     """Gradients of a weighted sum of the outputs: in every parameter of the stream, then in the others."""
     total = sum((_normal(*output.shape, seed=20 + i) * output).sum() for i, output in enumerate(outputs))
@@ -118,7 +132,7 @@ def test_values_states_and_every_gradient_equal_the_references(
     previous = _previous(stream)
     if carried:
         batch = batch._replace(state_BGD=previous)
-    embeddings, hidden = _embeddings(), [_hidden(index) for index in range(2 * LAYERS)]
+    embeddings, hidden = _embeddings(), [_hidden(index) for index in range(len(stream.write_sites()))]
     others = [embeddings, *hidden, *([previous] if carried else [])]
 
     flow = _open(stream, embeddings, batch, keep_history=True)
@@ -127,7 +141,7 @@ def test_values_states_and_every_gradient_equal_the_references(
 
     states_GBTD = _reference_states(stream, embeddings, batch)
     slow = [
-        reference_bias(stream, *pair, hidden[index], states_GBTD) for index, pair in enumerate(stream.write_sites())
+        _reference_write(stream, *pair, hidden[index], states_GBTD) for index, pair in enumerate(stream.write_sites())
     ]
     _same(fast, slow)
     _same(result.state["g"], states_GBTD[:, :, -1].transpose(0, 1))
@@ -204,16 +218,14 @@ def _with_temperature(stream: StructuralStream, value: float) -> StructuralStrea
 @every_stream
 def test_warm_up_scales_the_bias(fields: dict[str, str], step: int, share: float) -> None:
     stream, hidden = _stream(**fields, gate_warmup_steps=8), _hidden(0)
+    site = stream.write_sites()[0]
     stream.step.fill_(step)
-    written = stream.write("attention_norm_input", 0, hidden, _open(stream, _embeddings(), Batch()))
+    written = stream.write(*site, hidden, _open(stream, _embeddings(), Batch()))
     full = _stream(**fields)
     full.load_state_dict(stream.state_dict())
-    bias = full.write("attention_norm_input", 0, hidden, _open(full, _embeddings(), Batch())) - hidden
+    bias = full.write(*site, hidden, _open(full, _embeddings(), Batch())) - hidden
     _same(written - hidden, share * bias)
-    _same(
-        written,
-        reference_bias(stream, "attention_norm_input", 0, hidden, _reference_states(stream, _embeddings(), Batch())),
-    )
+    _same(written, _reference_write(stream, *site, hidden, _reference_states(stream, _embeddings(), Batch())))
     assert bias.abs().max() > 1e-2
 
 
@@ -271,6 +283,7 @@ def test_checkpointed_layers_are_not_counted_twice() -> None:
         ({}, [("attention_norm_input", 0), ("mlp_norm_input", 0), ("attention_norm_input", 1), ("mlp_norm_input", 1)]),
         ({"layers": (1,)}, [("attention_norm_input", 1), ("mlp_norm_input", 1)]),
         ({"norm_sites": ("mlp",)}, [("mlp_norm_input", 0), ("mlp_norm_input", 1)]),
+        ({"inject": "fusion"}, [("attention_qk", 0), ("attention_qk", 1)]),
         ({"layers": (1,), "norm_sites": ("attention",), "share": "layer"}, [("attention_norm_input", 1)]),
     ],
 )
@@ -282,17 +295,17 @@ def test_layers_and_norm_sites_choose_where_it_writes(fields: dict[str, Any], si
     states = _reference_states(stream, _embeddings(), Batch())
     for pair in sites:
         flow = _open(stream, _embeddings(), Batch())
-        _same(stream.write(*pair, _hidden(0), flow), reference_bias(stream, *pair, _hidden(0), states))
+        _same(stream.write(*pair, _hidden(0), flow), _reference_write(stream, *pair, _hidden(0), states))
 
 
 def test_identity_starts_as_no_change_and_paper_does_not() -> None:
-    for init, unchanged in (("identity", True), ("paper", False)):
-        stream = StructuralStream(init=init)
+    for inject, init in itertools.product(("bias", "fusion"), ("identity", "paper")):
+        stream = StructuralStream(inject=inject, init=init)
         stream.build(SHAPE)
         stream.init_weights()
         hidden = _hidden(0).float()
-        written = stream.write("mlp_norm_input", 0, hidden, _open(stream, _embeddings().float(), Batch()))
-        assert torch.equal(written, hidden) is unchanged
+        written = stream.write(*stream.write_sites()[0], hidden, _open(stream, _embeddings().float(), Batch()))
+        assert torch.equal(written, hidden) is (init == "identity")
 
 
 def test_initialisation_covers_every_parameter_and_the_step() -> None:
@@ -322,7 +335,8 @@ def test_the_scan_starts_with_time_scales_from_the_present_to_256_tokens() -> No
         ({"cel": "gru"}, "unknown field 'cel'; did you mean 'cell'"),
         ({"cell": "grut"}, "cell='grut'; did you mean 'gru'"),
         ({"share": "layers"}, "share='layers'; did you mean 'layer'"),
-        ({"inject": "fusion"}, "inject='fusion'; .*valid: bias"),
+        ({"inject": "fuse"}, "inject='fuse'; did you mean 'fusion'"),
+        ({"inject": "fusion", "norm_sites": ("mlp",)}, "leave norm_sites out"),
         ({"gate": 1}, "gate=1; valid: channel, scalar"),
         ({"init": "zero"}, "init='zero'; valid: identity, paper"),
         ({"norm_sites": ()}, r"norm_sites=\(\); valid: attention, mlp"),

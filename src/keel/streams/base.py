@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import build_config
-from keel.hosts import HostShape
+from keel.hosts import FusedProjection, HostShape
 
 State = dict[str, Tensor]
 
@@ -45,7 +45,12 @@ class PassInputs:
 
 
 class Flow:
-    """One stream's working memory during one forward pass. Subclasses add what their ``write`` needs."""
+    """One stream's working memory during one forward pass. Subclasses add what their ``write`` needs.
+
+    ``query_input`` is what the query projection was given and what it read instead: the key projection, given the same, reads that.
+    """
+
+    query_input: tuple[Tensor, Tensor] | None = None
 
     def replay(self) -> Flow:
         """Return the flow under which a checkpointed layer is recomputed: the same tensors, and nothing is recorded twice."""
@@ -178,6 +183,47 @@ class InputHook(SiteHook):
         if args:
             return (self.rewrite(args[0], flows), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.rewrite(kwargs["hidden_states"], flows)}
+
+
+class QueryHook(InputHook):
+    """At a query projection; keeps what was written for the key projection of the same layer, which is next."""
+
+    def rewrite(self, hidden_BTD: Tensor, flows: Mapping[str, Flow]) -> Tensor:
+        """Write, and remember it in the flow."""
+        written_BTD = super().rewrite(hidden_BTD, flows)
+        flows[self.names[0]].query_input = hidden_BTD, written_BTD
+        return written_BTD
+
+
+class KeyHook(InputHook):
+    """At a key projection; what was written for the query is not computed again."""
+
+    def rewrite(self, hidden_BTD: Tensor, flows: Mapping[str, Flow]) -> Tensor:
+        """Take what the query projection reads; write anew where it was given something else."""
+        flow = flows[self.names[0]]
+        known, flow.query_input = flow.query_input, None
+        return known[1] if known is not None and known[0] is hidden_BTD else super().rewrite(hidden_BTD, flows)
+
+
+class FusedProjectionHook(SiteHook):
+    """At a projection that makes query, key and value: the first two are made again from the rewritten input.
+
+    The module runs twice, since it may be wrapped (LoRA) and its weight alone would not tell what it does.
+    """
+
+    def __init__(self, wires: Wires, names: list[str], site: str, layer: int, fused: FusedProjection) -> None:
+        super().__init__(wires, names, site, layer)
+        self.fused = fused
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Return query and key from the rewritten input, value as it was; None where no pass is in progress."""
+        flows = self.wires.flows
+        if flows is None:
+            return None
+        # Not by calling the module: its hooks, this one among them, would run again.
+        written = module.forward(self.rewrite(args[0], flows)).unflatten(-1, (self.fused.groups, -1))
+        value = output.unflatten(-1, (self.fused.groups, -1))[..., self.fused.query_key :]
+        return torch.cat([written[..., : self.fused.query_key], value], -1).flatten(-2)
 
 
 class OutputHook(SiteHook):

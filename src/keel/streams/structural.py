@@ -1,11 +1,12 @@
-"""The structural stream of S-Former: a recurrent path beside the host, injected as a gated bias.
+"""The structural stream of S-Former: a recurrent path beside the host, injected as a gated bias or fused into queries and keys.
 
     g_t = cell(g_{t-1}, LN(x_t))                          Eq. 2, x_t the token embedding
-    alpha_t = sigmoid(W [g_t, LN(h_t)] / tau)             Eq. 6, right; tau is the gate temperature of App. B
+    alpha_t = sigmoid(W [g_t, LN(h_t)] / tau)             Eqs. 3 and 6, right; tau is the gate temperature of App. B
     h_biased = norm(h_t + alpha_t g_t)                    Eq. 6, left: the block's own norm; the residual stream is untouched
+    Q, K from alpha_t g_t + (1 - alpha_t) LN(h_t)         Eq. 4, V from LN(h_t): the block's own norm again
     loss = L_LM - lambda E[alpha (1 - alpha)]             Eq. 8
 
-``reference_states`` and ``reference_bias`` are the specification: loops written from these formulas.
+``reference_states``, ``reference_bias`` and ``reference_fusion`` are the specification: loops written from these formulas.
 
 Shapes: B batch, T tokens, D hidden size (also the state's), G recurrences (1 when shared, else one a layer), S sites, C gate
 channels (1 or D).
@@ -31,7 +32,7 @@ from keel.streams.base import Flow, PassInputs, PassResult, State, Stream, Strea
 
 _NORM_SITES = {"attention": "attention_norm_input", "mlp": "mlp_norm_input"}
 _CHOICES = {
-    "inject": ("bias",),
+    "inject": ("bias", "fusion"),
     "cell": ("gru", "scan"),
     "share": ("model", "layer"),
     "gate": ("scalar", "channel"),
@@ -44,19 +45,20 @@ class StructuralConfig:
     """Configuration of a structural stream.
 
     Attributes:
-        inject: how the state enters the host; ``bias`` is Eq. 6.
+        inject: how the state enters the host; ``bias`` is Eq. 6, ``fusion`` Eqs. 3 and 4. The gate of a fusion reads what the
+            projections would have read: LN(x) in a pre-norm host, the raw residual in a post-norm one (OLMo2).
         cell: ``gru`` is Eq. 2; ``scan`` a gated linear recurrence, parallel over time (the paper's future work).
         share: ``model`` has one recurrence that all layers read, ``layer`` one a layer (App. A.5).
         gate: ``scalar`` is one alpha a token and site, ``channel`` one a channel.
         layers: layers that are written to; None for all.
-        norm_sites: which norms' inputs are written to: ``attention``, ``mlp`` or both.
+        norm_sites: which norms' inputs a bias is written to: ``attention``, ``mlp`` or both.
         init: ``identity`` adds a per-channel scale that starts at zero, so attaching changes nothing; ``paper`` has no scale.
         confidence_penalty: lambda of Eq. 8, >= 0; 0 leaves the term out.
         temperature: gate temperature (first, last, steps between them), linear in the training step; App. B has (4, 2, 4000).
         gate_warmup_steps: training steps over which alpha is scaled from 0 to 1; 0 for none.
     """
 
-    inject: Literal["bias"] = "bias"
+    inject: Literal["bias", "fusion"] = "bias"
     cell: Literal["gru", "scan"] = "gru"
     share: Literal["model", "layer"] = "model"
     gate: Literal["scalar", "channel"] = "scalar"
@@ -77,6 +79,11 @@ class StructuralConfig:
         if unknown or not self.norm_sites:
             raise KeelError(
                 f"structural stream: norm_sites={self.norm_sites!r}; {suggest(str(unknown[:1]), _NORM_SITES)}"
+            )
+        if self.inject == "fusion" and tuple(self.norm_sites) != tuple(_NORM_SITES):
+            raise KeelError(
+                f"structural stream: norm_sites={self.norm_sites!r} with inject='fusion', which writes to queries and keys; leave "
+                "norm_sites out"
             )
         if self.confidence_penalty < 0 or self.gate_warmup_steps < 0:
             raise KeelError("structural stream: confidence_penalty and gate_warmup_steps are >= 0")
@@ -112,13 +119,13 @@ class StructuralFlow(Flow):
 
 
 class StructuralStream(Stream):
-    """S-Former's structural stream with bias injection (Eqs. 2, 6, 8).
+    """S-Former's structural stream, injected as a bias (Eqs. 2, 6, 8) or fused into queries and keys (Eqs. 2, 3, 4, 8).
 
     ``StructuralStream(inject="bias", cell="gru")`` describes it; ``keel.attach`` builds it for a host.
 
     State while decoding: ``g`` [B, G, D]. Signals: ``gate`` [B, T, S], alpha by site in the order of ``write_sites``
     (the mean over channels where ``gate="channel"``). Losses: ``confidence`` (Eq. 8) when its weight is not zero.
-    Reference twins: ``reference_states``, ``reference_bias``.
+    Reference twins: ``reference_states``, ``reference_bias``, ``reference_fusion``.
     """
 
     type_name = "structural"
@@ -131,12 +138,10 @@ class StructuralStream(Stream):
         absent = [layer for layer in layers if not 0 <= layer < shape.num_layers]
         if absent or not layers:
             raise KeelError(f"structural stream: layers={layers}, but the host has layers 0 to {shape.num_layers - 1}")
-        self.site_index = {
-            pair: index
-            for index, pair in enumerate(
-                (_NORM_SITES[site], layer) for layer in layers for site in self.config.norm_sites
-            )
-        }
+        fusion = self.config.inject == "fusion"
+        names = ["attention_qk"] if fusion else [_NORM_SITES[site] for site in self.config.norm_sites]
+        pairs = [(name, layer) for layer in layers for name in names]
+        self.site_index = {pair: index for index, pair in enumerate(pairs)}
         shared = self.config.share == "model"
         self.group_of = {layer: 0 if shared else index for index, layer in enumerate(layers)}
         groups, sites, width = 1 if shared else len(layers), len(self.site_index), shape.hidden_size
@@ -201,7 +206,7 @@ class StructuralStream(Stream):
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
         flow.gate_hidden_SCD = self._tempered(self.gate_hidden)
-        if self.config.gate == "scalar" and normed_BTD.shape[1] == 1:
+        if self.config.inject == "bias" and self.config.gate == "scalar" and normed_BTD.shape[1] == 1:
             flow.token_sites = self._token_sites(flow)
         elif self.config.gate == "scalar":
             from_state_GBTS = F.linear(flow.states_GBTD, self.gate_state[:, 0], self.gate_bias[:, 0])
@@ -232,7 +237,7 @@ class StructuralStream(Stream):
         return list(zip(*(part.unbind(0) for part in parts), strict=True))
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
-        """Return ``h + alpha g`` (Eq. 6, before the block's own norm)."""
+        """Return ``h + alpha g`` (Eq. 6, before the block's own norm), or ``alpha g + (1 - alpha) h`` (Eq. 4)."""
         assert isinstance(flow, StructuralFlow) and flow.gate_hidden_SCD is not None
         index = self.site_index[site, layer]
         if flow.token_sites is not None:
@@ -244,12 +249,14 @@ class StructuralStream(Stream):
             if flow.gate_scale is not None:
                 alpha_BTC = alpha_BTC * flow.gate_scale
             bias_BTD = flow.states_GBTD[self.group_of[layer]]
+            if self.config.inject == "fusion":
+                bias_BTD = bias_BTD - hidden_BTD
             if self.config.init == "identity":
                 bias_BTD = bias_BTD * self.scale[index]
         return _as(torch.addcmul(hidden_BTD, alpha_BTC, bias_BTD), hidden_BTD.dtype)
 
     def _alpha(self, index: int, layer: int, hidden_BTD: Tensor, flow: StructuralFlow) -> Tensor:
-        """Return the gate of a site (Eq. 6, right), [B, T, C]."""
+        """Return the gate of a site (Eq. 3; Eq. 6, right), [B, T, C]."""
         assert flow.gate_hidden_SCD is not None
         group = self.group_of[layer]
         if flow.gate_from_state_GBTS is not None:
@@ -257,8 +264,9 @@ class StructuralStream(Stream):
         else:
             from_state_BTC = F.linear(flow.states_GBTD[group], self.gate_state[index], self.gate_bias[index])
             from_state_BTC = self._tempered(from_state_BTC)
-        normed_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
-        return torch.sigmoid(F.linear(normed_BTD, flow.gate_hidden_SCD[index]) + from_state_BTC)
+        if self.config.inject == "bias":
+            hidden_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
+        return torch.sigmoid(F.linear(hidden_BTD, flow.gate_hidden_SCD[index]) + from_state_BTC)
 
     def close(self, flow: Flow) -> PassResult:
         """Return state, history, the confidence penalty (Eq. 8) and the gates."""
@@ -355,15 +363,30 @@ def _reference_step(stream: StructuralStream, group: int, x_BD: Tensor, g_BD: Te
 
 
 def reference_bias(stream: StructuralStream, site: str, layer: int, hidden_BTD: Tensor, states_GBTD: Tensor) -> Tensor:
-    """Eq. 6 written out, with the concatenation [g, LN(h)]: the oracle of ``StructuralStream.write``."""
-    index = stream.site_index[site, layer]
-    g_BTD = states_GBTD[stream.group_of[layer]]
-    weight_CE = torch.cat([stream.gate_state[index], stream.gate_hidden[index]], -1)
+    """Eq. 6 written out: the oracle of ``StructuralStream.write`` with ``inject="bias"``."""
     mean = hidden_BTD.mean(-1, keepdim=True)
     variance = hidden_BTD.var(-1, keepdim=True, unbiased=False)
-    both_BTE = torch.cat([g_BTD, (hidden_BTD - mean) / torch.sqrt(variance + 1e-5)], -1)
+    alpha_BTC = _reference_gate(stream, site, layer, (hidden_BTD - mean) / torch.sqrt(variance + 1e-5), states_GBTD)
+    scale_D = stream.scale[stream.site_index[site, layer]] if stream.config.init == "identity" else 1.0
+    return hidden_BTD + alpha_BTC * states_GBTD[stream.group_of[layer]] * scale_D
+
+
+def reference_fusion(stream: StructuralStream, layer: int, normed_BTD: Tensor, states_GBTD: Tensor) -> Tensor:
+    """Eqs. 3 and 4 written out: the oracle of ``StructuralStream.write`` with ``inject="fusion"``."""
+    site = "attention_qk"
+    g_BTD = states_GBTD[stream.group_of[layer]]
+    alpha_BTC = _reference_gate(stream, site, layer, normed_BTD, states_GBTD)
+    if stream.config.init == "identity":
+        alpha_BTC = alpha_BTC * stream.scale[stream.site_index[site, layer]]
+    return alpha_BTC * g_BTD + (1 - alpha_BTC) * normed_BTD
+
+
+def _reference_gate(stream: StructuralStream, site: str, layer: int, normed_BTD: Tensor, states_GBTD: Tensor) -> Tensor:
+    """sigmoid(W [g, LN(h)] / tau), with the concatenation, [B, T, C]."""
+    index = stream.site_index[site, layer]
+    weight_CE = torch.cat([stream.gate_state[index], stream.gate_hidden[index]], -1)
+    both_BTE = torch.cat([states_GBTD[stream.group_of[layer]], normed_BTD], -1)
     alpha_BTC = torch.sigmoid((both_BTE @ weight_CE.T + stream.gate_bias[index]) / stream.temperature())
     if stream.config.gate_warmup_steps:
         alpha_BTC = alpha_BTC * min(1.0, stream.step.item() / stream.config.gate_warmup_steps)
-    scale_D = stream.scale[index] if stream.config.init == "identity" else 1.0
-    return hidden_BTD + alpha_BTC * g_BTD * scale_D
+    return alpha_BTC
