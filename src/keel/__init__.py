@@ -5,7 +5,16 @@ from __future__ import annotations
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import StructuralStream
+from keel.streams import LearnedPositionsStream, StructuralStream
 
 __version__ = "0.1.0"
-__all__ = ["KeelConfig", "KeelError", "KeelForCausalLM", "Positions", "StructuralStream", "attach", "load"]
+__all__ = [
+    "KeelConfig",
+    "KeelError",
+    "KeelForCausalLM",
+    "LearnedPositionsStream",
+    "Positions",
+    "StructuralStream",
+    "attach",
+    "load",
+]

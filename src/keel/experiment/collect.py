@@ -17,6 +17,7 @@ from keel.evaluation.extrapolation import token_scores
 from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
 from keel.experiment.unit import Evaluation, Plan, Unit, read_evaluation
+from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
 
 _PACKAGES = ("keel", "torch", "transformers", "accelerate", "tokenizers", "numpy")
@@ -118,7 +119,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
     own = trained if lender is None else []
     return Arm(
         label=recipe.label_of(arm),
-        streams=list(recipe.streams_of(arm)),
+        streams=[name for name, given in recipe.streams_of(arm).items() if not STREAMS[given["type"]].is_baseline],
         weights_of=lender,
         params_total=trained[0].params_total,
         params_trainable=trained[0].params_trainable,

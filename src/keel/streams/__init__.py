@@ -7,9 +7,10 @@ from typing import Any
 
 from keel.errors import KeelError, build_config, suggest
 from keel.streams.base import PassInputs, PassResult, Stream, StreamLoss
+from keel.streams.learned_positions import LearnedPositionsConfig, LearnedPositionsStream
 from keel.streams.structural import StructuralConfig, StructuralStream
 
-STREAMS: dict[str, type[Stream]] = {stream.type_name: stream for stream in (StructuralStream,)}
+STREAMS: dict[str, type[Stream]] = {stream.type_name: stream for stream in (StructuralStream, LearnedPositionsStream)}
 
 
 def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Stream:
@@ -28,6 +29,8 @@ def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Strea
 
 __all__ = [
     "STREAMS",
+    "LearnedPositionsConfig",
+    "LearnedPositionsStream",
     "PassInputs",
     "PassResult",
     "Stream",

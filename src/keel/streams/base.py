@@ -86,10 +86,12 @@ class Stream(nn.Module):
     """Base of every side stream.
 
     A stream is made from its configuration alone and gets its parameters in ``build``, when the host's sizes are known.
-    ``step`` is the training step that schedules follow; it is saved with the model.
+    ``step`` is the training step that schedules follow; it is saved with the model. ``is_baseline`` marks what a mechanism is
+    compared with: a report counts an arm that has nothing else as one without a stream.
     """
 
     type_name: ClassVar[str]
+    is_baseline: ClassVar[bool] = False
     config_class: ClassVar[type]
     config: Any
     step: Tensor

@@ -15,6 +15,7 @@ channels (1 or D).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,6 +132,8 @@ class StructuralStream(Stream):
     type_name = "structural"
     config_class = StructuralConfig
     config: StructuralConfig
+    # What the host reads instead of the states [G, B, T, D], given them and the mask: see ``keel.evaluation.corruption``.
+    corrupt: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist."""
@@ -201,7 +204,8 @@ class StructuralStream(Stream):
         states_GBTD, final_GBD = run_padded(
             self._recurrence, normed_BTD, inputs.attended_BT, previous_GBD, inputs.document_starts_BT
         )
-        flow = StructuralFlow(inputs, _as(states_GBTD, embeddings_BTD.dtype), final_GBD)
+        seen_GBTD = states_GBTD if self.corrupt is None else self.corrupt(states_GBTD, inputs.attended_BT)
+        flow = StructuralFlow(inputs, _as(seen_GBTD, embeddings_BTD.dtype), final_GBD)
         flow.history_GBTD = states_GBTD if inputs.keep_history else None
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
