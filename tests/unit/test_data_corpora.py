@@ -263,7 +263,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert articles == [" = One = \n a \n = = Part = = \n b \n", " = Two = \n c \n"]
     with pytest.raises(KeelError, match=r"hub:someone/missing cannot be loaded \(Dataset .* on the Hub\);"):
         load("hub:someone/missing")
-    with pytest.raises(KeelError, match=r"no train split \(found: validation, test\)"):
+    with pytest.raises(KeelError, match=r"no train split \(found: valid, test\)"):
         load("hub:someone/parts")
     with pytest.raises(KeelError, match=r"no field 'txt'; .*did you mean 'text'"):
         load("hub:someone/stories", text_field="txt")

@@ -1,6 +1,6 @@
 """Data: corpora, tokenizers, token streams, and windows on them."""
 
-from keel.data.corpora import Corpus, CorpusConfig, Document, load_corpus
+from keel.data.corpora import Corpus, CorpusConfig, Document, load_corpus, read_documents
 from keel.data.tokenizers import load_tokenizer, train_bpe
 from keel.data.tokens import TokenCorpus, TokenStream, tokenize_corpus
 from keel.data.windows import Segment, SlidingWindows, evaluation_segments
@@ -16,6 +16,7 @@ __all__ = [
     "evaluation_segments",
     "load_corpus",
     "load_tokenizer",
+    "read_documents",
     "tokenize_corpus",
     "train_bpe",
 ]

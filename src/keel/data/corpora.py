@@ -86,6 +86,8 @@ def load_corpus(config: CorpusConfig) -> Corpus:
     Raises: KeelError, one line, where the text is missing, unreadable, empty or too short to be split.
     """
     name, found = _read(config)
+    if "train" not in found:
+        raise KeelError(f"corpus {config.source} has no train split (found: {', '.join(found)}); choose another source")
     kept = _deduplicate(found)
     if not any(kept.values()):
         raise KeelError(f"corpus {config.source} is empty: no document with text; give a corpus that has some")
@@ -99,6 +101,18 @@ def load_corpus(config: CorpusConfig) -> Corpus:
                 "documents in other splits are removed; give more text"
             )
     return Corpus(name, splits["train"], splits["valid"], splits["test"], _fingerprint(splits))
+
+
+def read_documents(config: CorpusConfig) -> list[Document]:
+    """Read the documents of a source that is evaluated on and not trained on, in order and without splits or repetitions.
+
+    A source with splits of its own gives its test split. Raises: KeelError where there is no text.
+    """
+    _, found = _read(config)
+    documents = _deduplicate({"test": found.get("test") or [one for part in found.values() for one in part]})["test"]
+    if not documents:
+        raise KeelError(f"corpus {config.source} is empty: no document with text; give a corpus that has some")
+    return documents
 
 
 def data_root() -> Path:

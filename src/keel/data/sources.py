@@ -167,7 +167,7 @@ def read_hub(name: str, text_field: str) -> Splits:
     """Read ``dataset`` or ``dataset:config`` from the Hugging Face Hub, a document a row.
 
     WikiText has a line a row: its rows are joined to whole articles.
-    Raises: KeelError where the dataset cannot be had, has no training split, or lacks ``text_field``.
+    Raises: KeelError where the dataset cannot be had, has no split of a known name, or lacks ``text_field``.
     """
     import datasets
 
@@ -180,16 +180,14 @@ def read_hub(name: str, text_field: str) -> Splits:
         ) from error
     splits: Splits = {}
     for split, rows in found.items():
-        kind = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}.get(
-            str(split)
-        )
+        kind = _HUB_SPLITS.get(str(split))
         if kind:
             check_field(text_field, rows.column_names, f"hub:{name}")
             documents = rows_to_documents(rows[text_field], str(split))
             splits[kind] = join_wikitext(documents) if path.endswith("wikitext") else documents
-    if "train" not in splits:
+    if not splits:
         raise KeelError(
-            f"hub:{name} has no train split (found: {', '.join(map(str, found))}); choose another configuration"
+            f"hub:{name} has no split {', '.join(SPLITS)} (found: {', '.join(map(str, found))}); choose another configuration"
         )
     return splits
 
