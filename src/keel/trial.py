@@ -296,6 +296,7 @@ def _round_up(minutes: float) -> str:
 
 def _notes(recipe: Recipe, tokens: TokenCorpus, costs: Costs) -> list[str]:
     phase, measured = recipe.phases[0], recipe.evaluation.extrapolation
+    assert measured is not None
     trained = phase.steps * phase.batch_size * phase.window
     lines = [
         f"{phase.steps} steps of {phase.batch_size} × {phase.window} tokens for each arm "

@@ -1,6 +1,7 @@
 """Data: corpora, tokenizers, token streams, and windows on them."""
 
 from keel.data.corpora import Corpus, CorpusConfig, Document, load_corpus, read_documents
+from keel.data.tasks import TaskData
 from keel.data.tokenizers import load_tokenizer, train_bpe
 from keel.data.tokens import TokenCorpus, TokenStream, tokenize_corpus
 from keel.data.windows import Segment, SlidingWindows, evaluation_segments
@@ -11,6 +12,7 @@ __all__ = [
     "Document",
     "Segment",
     "SlidingWindows",
+    "TaskData",
     "TokenCorpus",
     "TokenStream",
     "evaluation_segments",

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from keel.evaluation.extrapolation import token_scores
+from keel.evaluation.extrapolation import ExtrapolationResult, token_scores
+from keel.evaluation.items import item_statistic
 from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
-from keel.experiment.unit import Evaluation, Plan, Unit, read_evaluation
+from keel.experiment.measure import Evaluation, read_evaluation
+from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
 
@@ -42,7 +45,15 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         return None
     statistics = Statistics(finished)
     arms = {arm: _arm(recipe, arm, statistics, out) for arm in finished}
-    documents = max(len(found.extrapolation.documents) for by_seed in finished.values() for found in by_seed.values())
+    documents = max(
+        (
+            len(found.extrapolation.documents)
+            for by_seed in finished.values()
+            for found in by_seed.values()
+            if found.extrapolation is not None
+        ),
+        default=None,
+    )
     reference = recipe.reference
     return Results(
         recipe=recipe.name,
@@ -66,50 +77,65 @@ class Statistics:
         """Return the metrics of ``arm``; ``seeds`` are those of the results file, in order."""
         there = [seed for seed in seeds if seed in self.evaluations[arm]]
         metrics = {}
-        for name, statistic in self._statistics(arm, there).items():
-            estimate = self._bootstrap(arm, there).estimate(statistic)
+        for name, measured in self._measured(arm, there).items():
+            estimate = self._bootstrap(measured.statistic).estimate(measured.statistic)
             by_seed = dict(zip(there, estimate.values, strict=True))
             metrics[name] = Metric(
                 values=[by_seed.get(seed) for seed in seeds],
                 mean=estimate.mean,
                 ci95=estimate.ci95,
-                unit=_unit(name),
-                higher_is_better=False,
+                unit=measured.unit,
+                higher_is_better=measured.higher_is_better,
             )
         return metrics
 
     def comparisons(self) -> list[Comparison]:
-        """Return arm − baseline for every two arms, the earlier one being the baseline, in perplexity and growth."""
+        """Return arm − baseline for every two arms, the earlier one being the baseline, in all metrics but bits per byte."""
         found = []
         for baseline, arm in combinations(self.evaluations, 2):
             seeds = [seed for seed in self.evaluations[arm] if seed in self.evaluations[baseline]]
             if not seeds:
                 continue
-            ours, theirs = self._statistics(arm, seeds), self._statistics(baseline, seeds)
-            bootstrap = self._bootstrap(arm, seeds)
+            ours, theirs = self._measured(arm, seeds), self._measured(baseline, seeds)
             for metric in ours:
-                if not metric.startswith("bpb@"):
-                    difference = bootstrap.compare(ours[metric], theirs[metric])
+                if not metric.startswith("bpb@") and metric in theirs:
+                    bootstrap = self._bootstrap(ours[metric].statistic)
+                    difference = bootstrap.compare(ours[metric].statistic, theirs[metric].statistic)
                     found.append(Comparison(metric=metric, arm=arm, baseline=baseline, **vars(difference)))
         return found
 
-    def _statistics(self, arm: str, seeds: Sequence[int]) -> dict[str, Statistic]:
-        scores = token_scores([self.evaluations[arm][seed].extrapolation for seed in seeds])
-        lengths = sorted(scores)
-        return {
-            **{f"ppl@{length}": perplexity(scores[length]) for length in lengths},
-            **{f"bpb@{length}": bits_per_byte(scores[length]) for length in lengths},
-            **{f"growth@{length}": growth(scores[length], scores[lengths[0]]) for length in lengths[1:]},
-        }
+    def _measured(self, arm: str, seeds: Sequence[int]) -> dict[str, Measured]:
+        evaluations = [self.evaluations[arm][seed] for seed in seeds]
+        found: dict[str, Measured] = {}
+        lengths = [evaluation.extrapolation for evaluation in evaluations if evaluation.extrapolation is not None]
+        if lengths:
+            found |= _at_lengths(lengths)
+        for name, metric in evaluations[0].metrics.items():
+            statistic = item_statistic([evaluation.metrics[name] for evaluation in evaluations])
+            found[name] = Measured(statistic, metric.unit, metric.higher_is_better)
+        return found
 
-    def _bootstrap(self, arm: str, seeds: Sequence[int]) -> Bootstrap:
-        documents = len(self.evaluations[arm][seeds[0]].extrapolation.documents)
-        return self._bootstraps.setdefault((len(seeds), documents), Bootstrap(len(seeds), documents))
+    def _bootstrap(self, statistic: Statistic) -> Bootstrap:
+        if statistic.shape not in self._bootstraps:
+            self._bootstraps[statistic.shape] = Bootstrap(*statistic.shape)
+        return self._bootstraps[statistic.shape]
 
 
-def _unit(metric: str) -> str:
-    kind = metric.partition("@")[0]
-    return {"ppl": "perplexity per token", "bpb": "bits per byte", "growth": "ratio"}[kind]
+class Measured(NamedTuple):
+    """A metric of one arm over some seeds."""
+
+    statistic: Statistic
+    unit: str
+    higher_is_better: bool
+
+
+def _at_lengths(results: Sequence[ExtrapolationResult]) -> dict[str, Measured]:
+    scores = token_scores(results)
+    lengths = sorted(scores)
+    found = {f"ppl@{n}": Measured(perplexity(scores[n]), "perplexity per token", False) for n in lengths}
+    found |= {f"bpb@{n}": Measured(bits_per_byte(scores[n]), "bits per byte", False) for n in lengths}
+    near = scores[lengths[0]]
+    return found | {f"growth@{n}": Measured(growth(scores[n], near), "ratio", False) for n in lengths[1:]}
 
 
 def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
@@ -136,7 +162,8 @@ def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | Non
     }
     x = sorted({tokens for curve in points.values() for tokens in curve})
     values = [[_exp(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]
-    label = f"validation perplexity at {recipe.train_window(arm)} tokens"
+    of_text = recipe.data.task is None
+    label = f"validation perplexity at {recipe.train_window(arm)} tokens" if of_text else "validation perplexity of targets"
     return {label: Curve(x_label="training tokens", x=x, values=values)}
 
 
@@ -144,7 +171,7 @@ def _exp(nats: float | None) -> float | None:
     return None if nats is None else math.exp(min(nats, 700.0))
 
 
-def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int) -> Provenance:
+def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int | None) -> Provenance:
     return Provenance(
         git=", ".join(plan.commits) or None,
         versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},

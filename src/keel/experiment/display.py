@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from keel.experiment.unit import Unit, read_evaluation
+from keel.experiment.measure import Evaluation, read_evaluation
+from keel.experiment.unit import Unit
 from keel.training import Recipe
 
 
@@ -63,9 +64,8 @@ class Display:
             loss = f", loss {self.loss[unit]:.3f}" if unit in self.loss else ""
             self.bars.update(task, completed=event["step"], what=f"steps of {event['phase']}{loss}")
         elif kind == "evaluate":
-            if event["done"] == 0:
-                self.bars.reset(task, total=event["of"])
-            self.bars.update(task, completed=event["done"], what=f"lengths, now {event['length']:,}")
+            self.bars.update(task, total=event["of"])
+            self.bars.update(task, completed=event["done"], what=event["what"])
 
     def finish(self, unit: Unit) -> None:
         """Replace the line of a unit by its result."""
@@ -75,14 +75,21 @@ class Display:
         evaluation = read_evaluation(unit.folder(self.out))
         if evaluation is None:
             return
-        result = evaluation.extrapolation
-        near, far = result.lengths[0], result.lengths[-1]
         seconds = time.monotonic() - self.begun[unit]
         self.console.print(
-            f"[{self.done}/{self.total}] {self._name(unit)}: perplexity {result.ppl(near):.2f} at {near:,} tokens, "
-            f"{result.ppl(far):.2f} at {far:,} ({seconds:.0f} s)",
-            markup=False,
+            f"[{self.done}/{self.total}] {self._name(unit)}: {_in_words(evaluation)} ({seconds:.0f} s)", markup=False
         )
 
     def _name(self, unit: Unit) -> str:
         return f"{self.recipe.label_of(unit.arm)}, seed {unit.seed}"
+
+
+def _in_words(evaluation: Evaluation) -> str:
+    """The first figures of a unit."""
+    words = []
+    result = evaluation.extrapolation
+    if result is not None:
+        near, far = result.lengths[0], result.lengths[-1]
+        words.append(f"perplexity {result.ppl(near):.2f} at {near:,} tokens, {result.ppl(far):.2f} at {far:,}")
+    words += [f"{name} {metric.value:.3f}" for name, metric in list(evaluation.metrics.items())[:3]]
+    return ", ".join(words)

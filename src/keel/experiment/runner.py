@@ -32,10 +32,11 @@ from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
 from keel.experiment.collect import collect, git_commit
 from keel.experiment.display import Display
-from keel.experiment.unit import Plan, Unit, read_evaluation, read_plan, run_unit
+from keel.experiment.measure import read_evaluation
+from keel.experiment.unit import Plan, Unit, read_plan, run_unit
 from keel.files import write_atomically
 from keel.training import Recipe, load_recipe
-from keel.training.build import load_tokens, matched_widths
+from keel.training.build import load_data, matched_widths
 
 _MOST_JOBS = 4
 _MAY_CHANGE = {"seeds", "title", "serves", "expected_minutes", "reference", "label"}
@@ -149,18 +150,18 @@ def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any,
 
 def _prepare(recipe: Recipe, out: Path) -> Plan:
     """Read the data once, settle what all units must agree on, and write it down."""
-    tokens = load_tokens(recipe)
+    data = load_data(recipe)
     plan = read_plan(out)
     if plan is None:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        widths = matched_widths(recipe, tokens.tokenizer)
-        plan = Plan(tokens=tokens.fingerprint, vocabulary=len(tokens.tokenizer), widths=widths, started=started)
-    elif plan.tokens != tokens.fingerprint:
+        widths = matched_widths(recipe, data.tokenizer)
+        plan = Plan(tokens=data.fingerprint, vocabulary=len(data.tokenizer), widths=widths, started=started)
+    elif plan.tokens != data.fingerprint:
         raise KeelError(
             f"{out}: the corpus or the tokenizer has changed since this run was begun; choose another folder"
         )
     elif set(plan.widths) != set(recipe.trained_arms()):
-        plan = dataclasses.replace(plan, widths=_widths_with_new_arms(recipe, tokens.tokenizer, plan.widths, out))
+        plan = dataclasses.replace(plan, widths=_widths_with_new_arms(recipe, data.tokenizer, plan.widths, out))
     commit = git_commit()
     if commit is not None and commit not in plan.commits:
         plan = dataclasses.replace(plan, commits=[*plan.commits, commit])
@@ -188,10 +189,10 @@ def _run_here(
     recipe: Recipe, plan: Plan, units: list[Unit], out: Path, device: str | None, display: Display, publish: Any
 ) -> None:
     """Run units one after the other in this process, one of several."""
-    tokens = load_tokens(recipe)
+    data = load_data(recipe)
     for unit in units:
         display.begin(unit)
-        run_unit(recipe, plan, unit, out, tokens, device=device, progress=functools.partial(display.show, unit))
+        run_unit(recipe, plan, unit, out, data, device=device, progress=functools.partial(display.show, unit))
         if _rank() == 0:
             publish()
         display.finish(unit)

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from keel.data import TokenCorpus, evaluation_segments
+from keel.data import TaskData, TokenCorpus
 from keel.errors import KeelError
-from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
+from keel.experiment.measure import Subject, measure, read_evaluation
 from keel.model import KeelForCausalLM
-from keel.positions import Positions, set_positions
 from keel.training import Recipe, load_recipe, read_training_report, train
-from keel.training.build import build_model, load_tokens
+from keel.training.build import build_model, load_data
 from keel.training.phases import write_json
 from keel.training.trainer import Progress
 
@@ -77,31 +74,15 @@ def read_plan(out: Path) -> Plan | None:
         raise KeelError(f"{path}: not a plan ({error}); use another output folder") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What was measured on one unit: sums per length and document, and how long it took in seconds."""
-
-    extrapolation: ExtrapolationResult
-    seconds: float
-
-
-def read_evaluation(folder: Path) -> Evaluation | None:
-    """Return what was measured on a unit, None where it is not finished.
-
-    Raises: KeelError when the file is damaged.
-    """
-    path = folder / "evaluation.json"
-    if not path.is_file():
-        return None
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        return Evaluation(extrapolation=ExtrapolationResult.from_json(given["extrapolation"]), seconds=given["seconds"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise KeelError(f"{path}: not an evaluation ({error}); remove it to evaluate this arm again") from error
-
-
 def run_unit(
-    recipe: Recipe, plan: Plan, unit: Unit, out: Path, tokens: TokenCorpus, *, device: str | None, progress: Progress
+    recipe: Recipe,
+    plan: Plan,
+    unit: Unit,
+    out: Path,
+    data: TokenCorpus | TaskData,
+    *,
+    device: str | None,
+    progress: Progress,
 ) -> None:
     """Train and evaluate one unit, from where an earlier session left it.
 
@@ -109,17 +90,17 @@ def run_unit(
 
     Raises: KeelError for data other than planned, and whatever training and evaluation raise.
     """
-    if tokens.fingerprint != plan.tokens:
+    if data.fingerprint != plan.tokens:
         raise KeelError(
             f"{out}: the corpus or the tokenizer has changed since this run was begun; use another output folder"
         )
     folder = unit.folder(out)
     arm = recipe.arms[unit.arm]
     if arm.weights_of is None and read_training_report(folder) is None:
-        model = build_model(recipe, unit.arm, unit.seed, tokens.tokenizer, plan.widths[unit.arm])
+        model = build_model(recipe, unit.arm, unit.seed, data.tokenizer, plan.widths[unit.arm])
         train(
             model,
-            tokens,
+            data,
             recipe.phases_of(unit.arm),
             arm=unit.arm,
             seed=unit.seed,
@@ -130,57 +111,30 @@ def run_unit(
         )
         del model
     if read_evaluation(folder) is None and _is_first_process():
-        evaluate_unit(recipe, unit, out, tokens, device=device, progress=progress)
+        evaluate_unit(recipe, unit, out, data, device=device, progress=progress)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
 def evaluate_unit(
-    recipe: Recipe, unit: Unit, out: Path, tokens: TokenCorpus, *, device: str | None, progress: Progress
+    recipe: Recipe, unit: Unit, out: Path, data: TokenCorpus | TaskData, *, device: str | None, progress: Progress
 ) -> None:
     """Measure a unit whose weights are there and write ``evaluation.json``."""
-    wanted = recipe.evaluation.extrapolation
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
-    segments = evaluation_segments(getattr(tokens, wanted.split), wanted.lengths[-1], wanted.segments)
-    started = time.perf_counter()
-    result = extrapolation(
-        model,
-        segments,
-        wanted.lengths,
-        device=place,
-        token_budget=wanted.token_budget,
-        before_length=_at_each_length(recipe, unit.arm, model, progress),
-    )
-    seconds = time.perf_counter() - started
-    content = {"arm": unit.arm, "seed": unit.seed, "seconds": seconds, "extrapolation": result.to_json()}
+    subject = Subject(recipe=recipe, arm=unit.arm, model=model, data=data, device=place, progress=progress)
+    content = {"arm": unit.arm, "seed": unit.seed, **measure(subject).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)
-
-
-def _at_each_length(recipe: Recipe, arm: str, model: KeelForCausalLM, progress: Progress) -> Callable[[int], None]:
-    """What is done before a length is scored: tell, and set positions that depend on it."""
-    lengths = recipe.evaluation.extrapolation.lengths
-    fixed = recipe.positions_at(arm, lengths[0]) if recipe.arms[arm].weights_of is not None else None
-    if fixed is not None:
-        set_positions(model.host, fixed)
-
-    def before(length: int) -> None:
-        progress({"event": "evaluate", "length": length, "done": lengths.index(length), "of": len(lengths)})
-        positions: Positions | None = recipe.positions_at(arm, length)
-        if positions is not None and positions != fixed:
-            set_positions(model.host, positions)
-
-    return before
 
 
 def _is_first_process() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def load_unit_inputs(out: Path) -> tuple[Recipe, Plan, TokenCorpus]:
+def load_unit_inputs(out: Path) -> tuple[Recipe, Plan, TokenCorpus | TaskData]:
     """Read back what a planned output folder says: recipe, plan and data."""
     recipe, plan = load_recipe(out / "recipe.yaml"), read_plan(out)
     if plan is None:
         raise KeelError(f"{out}: no plan.json; start the run anew")
-    return recipe, plan, load_tokens(recipe)
+    return recipe, plan, load_data(recipe)

@@ -7,12 +7,22 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from keel.data import TokenCorpus, load_corpus, load_tokenizer, tokenize_corpus, train_bpe
-from keel.errors import KeelError
+from keel.data import TaskData, TokenCorpus, load_corpus, load_tokenizer, tokenize_corpus, train_bpe
+from keel.data.languages import LANGUAGES
+from keel.errors import KeelError, build_config
 from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
 from keel.training.sections import Recipe
+
+
+def load_data(recipe: Recipe) -> TokenCorpus | TaskData:
+    """Return what a recipe's arms learn: its text as tokens, or its task.  Raises: KeelError for bad text."""
+    task = recipe.data.task
+    if task is None:
+        return load_tokens(recipe)
+    language = build_config(LANGUAGES[task.language], task.options, "data.task.options")
+    return TaskData(language, train_samples=task.train_samples, valid_samples=task.valid_samples)
 
 
 def load_tokens(recipe: Recipe) -> TokenCorpus:
@@ -20,8 +30,9 @@ def load_tokens(recipe: Recipe) -> TokenCorpus:
 
     Raises: KeelError for bad text.
     """
-    corpus = load_corpus(recipe.data.corpus_config())
     wanted = recipe.data.tokenizer
+    assert wanted is not None
+    corpus = load_corpus(recipe.data.corpus_config())
     tokenizer = load_tokenizer(wanted.pretrained) if wanted.pretrained else train_bpe(corpus, wanted.bpe or 0)
     return tokenize_corpus(corpus, tokenizer)
 

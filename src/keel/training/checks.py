@@ -12,11 +12,12 @@ from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig
 
 from keel.data.corpora import CorpusConfig
+from keel.data.languages import LANGUAGES
 from keel.errors import KeelError, build_config, suggest
 from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
-from keel.training.sections import Phase, Recipe
+from keel.training.sections import Phase, Recipe, Task
 
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 
@@ -49,15 +50,39 @@ def _one_line(error: ValidationError) -> str:
 
 def _check(recipe: Recipe) -> None:
     """Refuse what single fields cannot see: unknown names inside open sections, fields that contradict each other."""
-    _refuse_unknown(CorpusConfig, recipe.data.corpus, "data.corpus")
-    with _naming("data.corpus"):
-        recipe.data.corpus_config()
+    _check_data(recipe)
     _check_host(recipe)
     if len(set(recipe.seeds)) != len(recipe.seeds):
         raise KeelError(f"seeds: each seed once, got {recipe.seeds}")
     _check_phases(recipe.phases, "phases")
     for name in recipe.arms:
         _check_arm(recipe, name)
+
+
+def _check_data(recipe: Recipe) -> None:
+    corpora = {"data.corpus": recipe.data.corpus}
+    if recipe.evaluation.last_word is not None:
+        corpora["evaluation.last_word.passages"] = recipe.evaluation.last_word.passages
+    for where, fields in corpora.items():
+        if fields is not None:
+            _refuse_unknown(CorpusConfig, fields, where)
+            with _naming(where):
+                build_config(CorpusConfig, fields, where)
+    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks")} | {"completion": "a task"}
+    has = "text" if recipe.data.task is None else "a task"
+    for name, needed in needs.items():
+        if getattr(recipe.evaluation, name) is not None and needed != has:
+            raise KeelError(f"evaluation.{name}: is measured on {needed}, and data has {has}; remove one of the two")
+    if recipe.data.task is not None:
+        _check_task(recipe.data.task)
+
+
+def _check_task(task: Task) -> None:
+    if task.language not in LANGUAGES:
+        raise KeelError(f"data.task.language: unknown {task.language!r}; {suggest(task.language, LANGUAGES)}")
+    _refuse_unknown(LANGUAGES[task.language], task.options, "data.task.options")
+    with _naming("data.task.options"):
+        build_config(LANGUAGES[task.language], task.options, "data.task.options")
 
 
 def _check_host(recipe: Recipe) -> None:

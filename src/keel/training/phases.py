@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
-from keel.data import SlidingWindows, TokenCorpus, TokenStream
+from keel.data import SlidingWindows, TaskData, TokenCorpus, TokenStream
 from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
@@ -64,7 +66,7 @@ class TrainingReport:
 
 def train(
     model: KeelForCausalLM,
-    tokens: TokenCorpus,
+    data: TokenCorpus | TaskData,
     phases: Sequence[Phase],
     *,
     arm: str,
@@ -102,7 +104,7 @@ def train(
         if not resume and settings.folder.exists() and _rank() == 0:
             shutil.rmtree(settings.folder)
         model.trainable(phase.trainable)
-        trainer = PhaseTrainer(model, *_windows(tokens, phase), settings)
+        trainer = PhaseTrainer(model, *_samples(data, phase), settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
     model.set_step(first_step)
@@ -110,7 +112,7 @@ def train(
     with one_line_on_full_disk(
         f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
     ):
-        save_model(trainer.model, tokens, folder / "model")
+        save_model(trainer.model, data.tokenizer, folder / "model")
         if _rank() == 0:
             write_json(folder / "training.json", dataclasses.asdict(report))
             shutil.rmtree(folder / "checkpoints")
@@ -131,7 +133,7 @@ def read_training_report(folder: Path) -> TrainingReport | None:
         raise KeelError(f"{path}: not a training report ({error}); remove it to train this arm again") from error
 
 
-def save_model(model: Any, tokens: TokenCorpus, folder: Path) -> None:
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model with its tokenizer, whole or not at all; every process takes part, the first writes."""
     whole = _unsharded(model)
     if _rank() == 0:
@@ -140,7 +142,7 @@ def save_model(model: Any, tokens: TokenCorpus, folder: Path) -> None:
             if path.exists():
                 shutil.rmtree(path)
         whole.save_pretrained(temporary)
-        tokens.tokenizer.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
         flush_folder(temporary)
         os.rename(temporary, folder)
     if dist.is_initialized():
@@ -158,9 +160,12 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _windows(tokens: TokenCorpus, phase: Phase) -> tuple[SlidingWindows, list[dict[str, Tensor]]]:
-    train = SlidingWindows(tokens.train, phase.window, phase.window_stride)
-    return train, validation_windows(tokens.valid, phase.window)
+def _samples(data: TokenCorpus | TaskData, phase: Phase) -> tuple[Dataset[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    if isinstance(data, TaskData):
+        valid = data.valid()
+        return data.train(), [valid[index] for index in range(len(valid))]
+    train = SlidingWindows(data.train, phase.window, phase.window_stride)
+    return train, validation_windows(data.valid, phase.window)
 
 
 def validation_windows(stream: TokenStream, length: int) -> list[dict[str, Tensor]]:
@@ -175,9 +180,9 @@ def _report(
 ) -> TrainingReport:
     total, trainable = count_parameters(trainer.model)
     seconds, before, curve = sum(record.seconds for record in records), 0, []
-    for phase, record in zip(phases, records, strict=True):
+    for record in records:
         curve += [{"tokens": before + point["tokens"], "nll": point["nll"]} for point in record.curve]
-        before += phase.steps * phase.batch_size * phase.window
+        before += record.tokens
     return TrainingReport(
         arm=arm,
         seed=seed,

@@ -50,14 +50,43 @@ class Tokenizer(Section):
         return self
 
 
-class Data(Section):
-    """The text and how it becomes tokens; ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``."""
+class Task(Section):
+    """A made-up language to complete strings of.
 
-    corpus: dict[str, Any]
-    tokenizer: Tokenizer
+    Attributes:
+        language: a name in ``keel.data.languages.LANGUAGES``.
+        options: fields of that language's configuration.
+        train_samples: strings that one pass over the data has; they are made when they are read.
+        valid_samples: strings of the validation curve.
+    """
+
+    language: str
+    options: dict[str, Any] = {}
+    train_samples: Count = 10_000
+    valid_samples: Count = 256
+
+
+class Data(Section):
+    """What the arms learn: text, with its ``tokenizer``, or a ``task``.
+
+    ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``.
+    """
+
+    corpus: dict[str, Any] | None = None
+    tokenizer: Tokenizer | None = None
+    task: Task | None = None
+
+    @model_validator(mode="after")
+    def _text_or_task(self) -> Data:
+        if self.task is None and (self.corpus is None or self.tokenizer is None):
+            raise ValueError("give corpus and tokenizer (text), or task (a made-up language)")
+        if self.task is not None and (self.corpus is not None or self.tokenizer is not None):
+            raise ValueError("a task brings its own strings and tokens: remove it, or corpus and tokenizer")
+        return self
 
     def corpus_config(self) -> CorpusConfig:
-        """Return the corpus section as the data room's configuration."""
+        """Return the corpus section as the data room's configuration; there must be one."""
+        assert self.corpus is not None
         return build_config(CorpusConfig, self.corpus, "data.corpus")
 
 
@@ -158,10 +187,78 @@ class Extrapolation(Section):
         return self
 
 
-class Evaluation(Section):
-    """What is measured on the trained arms."""
+class Completion(Section):
+    """Completion of strings of the task's language: whole strings and its harder sets.
 
-    extrapolation: Extrapolation
+    Attributes:
+        samples: strings of each set.
+        corruptions: kinds of ``keel.evaluation.corruption``: also completed with the stream's state so corrupted.
+        corrupted_samples: strings for each of these; they are decoded without a cache.
+    """
+
+    samples: Count = 1000
+    corruptions: list[Literal["permuted", "noise", "zeroed", "other"]] = []
+    corrupted_samples: Count = 200
+
+
+class LastWord(Section):
+    """LAMBADA: the last word of passages, after contexts of several lengths.
+
+    Attributes:
+        passages: fields of ``keel.data.corpora.CorpusConfig``, the source of the passages.
+        contexts: tokens before the last word, ascending.
+        count: passages scored.
+        single_token: only passages whose last word is one token, as the paper does.
+        name: family of the metrics.
+    """
+
+    passages: dict[str, Any]
+    contexts: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    count: Count = 500
+    single_token: bool = False
+    name: str = "lambada"
+
+
+class Blocks(Section):
+    """Perplexity and accuracy over blocks of text that do not overlap.
+
+    Attributes:
+        length: tokens of a block.
+        count: blocks, spread evenly over the split.
+        split: ``valid`` or ``test``.
+        name: family of the metrics.
+    """
+
+    length: Annotated[int, Field(ge=2)]
+    count: Count
+    split: Literal["valid", "test"] = "test"
+    name: str = "blocks"
+
+
+class Gates(Section):
+    """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
+
+    Attributes:
+        samples: strings of the task, or windows of the text, that are looked at.
+    """
+
+    samples: Count = 500
+
+
+class Evaluation(Section):
+    """What is measured on the trained arms; at least one of these."""
+
+    extrapolation: Extrapolation | None = None
+    completion: Completion | None = None
+    last_word: LastWord | None = None
+    blocks: Blocks | None = None
+    gates: Gates | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Evaluation:
+        if not any(getattr(self, name) is not None for name in type(self).model_fields):
+            raise ValueError(f"nothing is measured: give one of {', '.join(type(self).model_fields)}")
+        return self
 
 
 class PaperReference(Section):

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -110,8 +111,8 @@ class PhaseTrainer(Trainer):
 
     Args:
         model: a KeelForCausalLM whose ``trainable`` is already set: the optimizer takes what needs gradients now.
-        train: windows, each {"input_ids", "labels"} of equal length.
-        valid: windows for the validation curve; all are scored at every point.
+        train: windows, each {"input_ids", "labels"} of equal length, or samples of different lengths with an "attention_mask".
+        valid: the same for the validation curve; all are scored at every point.
         settings: see PhaseSettings.
     Raises: KeelError for a batch that the processes cannot share evenly.
     """
@@ -129,7 +130,9 @@ class PhaseTrainer(Trainer):
         sharded = wants_fsdp() and args.device.type == "cpu"
         if sharded:
             shard_on_cpu(model)
-        super().__init__(model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=_stack)
+        super().__init__(
+            model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=pad_together
+        )
         if sharded:  # accelerate would wrap it for DDP: it knows FSDP on accelerators alone
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.loss_is_scaled_for_ga = True
@@ -199,7 +202,10 @@ class PhaseTrainer(Trainer):
         batches = PlannedBatches(plan, self.args.process_index)
         # A generator of its own: the loader must not draw from the one that dropout uses.
         return DataLoader(
-            self.train_dataset, batch_sampler=batches, collate_fn=_stack, generator=torch.Generator().manual_seed(0)
+            self.train_dataset,
+            batch_sampler=batches,
+            collate_fn=pad_together,
+            generator=torch.Generator().manual_seed(0),
         )
 
     def get_batch_samples(
@@ -209,7 +215,7 @@ class PhaseTrainer(Trainer):
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         # The model shifts: the first label of a window is no target.
         items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
-        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
         counts = torch.tensor([items, tokens], device=device)
         if self.args.world_size > 1:
             dist.all_reduce(counts)
@@ -357,6 +363,10 @@ class PhaseTrainer(Trainer):
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
+    def tokens_in_step(self) -> int:
+        """Attended tokens of the last step, over all processes."""
+        return int(self._num_tokens)
+
     @torch.no_grad()
     def validation_nll(self) -> float:
         """Return the loss on the validation windows, nats a token; every process computes all of it, so all agree."""
@@ -364,7 +374,7 @@ class PhaseTrainer(Trainer):
         total, count = 0.0, 0
         windows = list(self.valid_windows)
         for start in range(0, len(windows), VALIDATION_BATCH):
-            batch = self._prepare_inputs(_stack(windows[start : start + VALIDATION_BATCH]))
+            batch = self._prepare_inputs(pad_together(windows[start : start + VALIDATION_BATCH]))
             targets = batch["labels"][:, 1:].ne(-100).sum()
             with self.accelerator.autocast():
                 outputs = self.model(**batch, num_items_in_batch=targets)
@@ -375,9 +385,7 @@ class PhaseTrainer(Trainer):
 
     def measure(self) -> None:
         """Add a point to the validation curve."""
-        step = self.state.global_step
-        tokens = step * self.phase.batch_size * self.phase.window
-        point = {"step": step, "tokens": tokens, "nll": self.validation_nll()}
+        point = {"step": self.state.global_step, "tokens": self.record.tokens, "nll": self.validation_nll()}
         self.record.curve.append(point)
         super().log({"valid_nll": point["nll"]})
         self._tell("valid", nll=point["nll"])
@@ -416,7 +424,7 @@ class _Events(TrainerCallback):
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         record.seconds += time.perf_counter() - self.started
-        record.tokens += trainer.phase.batch_size * trainer.phase.window
+        record.tokens += trainer.tokens_in_step()
         record.peak_memory_bytes = max(record.peak_memory_bytes, peak_memory_bytes(args.device))
         trainer._tell("step")
         last = state.global_step == trainer.phase.steps
@@ -463,8 +471,15 @@ def _arguments(settings: PhaseSettings) -> TrainingArguments:
     )
 
 
-def _stack(windows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([window[name] for window in windows]) for name in windows[0]}
+def pad_together(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack samples; shorter ones are padded on the right, and only then is there an attention mask."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    if all(len(sample["input_ids"]) == longest for sample in samples):
+        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+    return {
+        name: torch.stack([F.pad(sample[name], (0, longest - len(sample[name])), value=padding) for sample in samples])
+        for name, padding in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))
+    }
 
 
 def _split(groups: list[dict[str, Any]], apart: set[int], learning_rate: float) -> list[dict[str, Any]]:

@@ -1,0 +1,12 @@
+"""Made-up languages: every string is a function of seed, split and index, and nothing is kept in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keel.data.languages.base import Sample
+from keel.data.languages.dyck import Dyck
+
+LANGUAGES: dict[str, Any] = {"dyck": Dyck}
+
+__all__ = ["LANGUAGES", "Dyck", "Sample"]

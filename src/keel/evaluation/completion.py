@@ -1,0 +1,152 @@
+"""Completion of strings of a made-up language: greedy, batched and cached, judged by the language's own rules.
+
+S-Former, App. A.2 and A.3 (Algorithms 2 and 3).
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from keel.data import TaskData
+from keel.data.languages import Sample
+from keel.data.tasks import language_tokens
+from keel.errors import KeelError
+from keel.evaluation.corruption import corrupted
+from keel.evaluation.items import ItemMetric
+from keel.model import KeelForCausalLM
+
+# What is lower in a better model; everything else that a language judges is higher.
+_LOWER_IS_BETTER = ("syntax_error",)
+_UNITS = {"field_f1": "F1"}
+
+
+def complete(
+    model: KeelForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int,
+    batch_size: int = 256,
+    use_cache: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """Return the greedy continuation of every prompt, without the end token and what would follow it.
+
+    Args:
+        prompts: token ids, each at least one; the padding that a batch needs is on the left.
+        tokenizer: says which tokens pad and end.
+        max_new_tokens: where a continuation without an end token is cut.
+        progress: called with the number of finished prompts.
+    Raises: KeelError for an empty prompt.
+    """
+    if not all(prompts):
+        raise KeelError("completion: a prompt has no token; begin each with the start token")
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    # Prompts of about one length together: little padding.
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    found: list[list[int]] = [[] for _ in prompts]
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.train(False)
+    try:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            longest = max(len(prompts[index]) for index in chosen)
+            rows = [[pad] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen]
+            mask = [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen]
+            with torch.inference_mode():
+                new_BT = model.generate(
+                    torch.tensor(rows, device=device),
+                    attention_mask=torch.tensor(mask, device=device),
+                    do_sample=False,
+                    num_beams=1,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=end,
+                    pad_token_id=pad,
+                    use_cache=use_cache,
+                )[:, longest:]
+            for index, new_T in zip(chosen, new_BT.tolist(), strict=True):
+                found[index] = new_T[: new_T.index(end)] if end in new_T else new_T
+            if progress is not None:
+                progress(min(start + batch_size, len(order)))
+    finally:
+        model.train(was_training)
+    return found
+
+
+def completion(
+    model: KeelForCausalLM,
+    data: TaskData,
+    samples: int,
+    *,
+    corruptions: Sequence[str] = (),
+    corrupted_samples: int = 200,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[ItemMetric]:
+    """Complete test strings of the language and of its harder sets.
+
+    Args:
+        data: the task that the model has learnt.
+        samples: strings of each set.
+        corruptions: kinds of ``keel.evaluation.corruption``: the first ``corrupted_samples`` strings are completed again with the
+            stream's state so corrupted, without a cache, and once uncorrupted for comparison (``@intact``).
+        progress: called with what is completed, how many are done, and of how many.
+    Returns: ``<language>.<metric>``, then ``<language>.<metric>@<set>``, then ``<language>.<metric>@<corruption>``.
+    """
+    language, metrics = data.language, []
+    for name, kind in {"": language, **language.harder()}.items():
+        chosen = [kind.sample("test", index) for index in range(samples)]
+        metrics += _judged(model, data, kind, chosen, name, None, progress)
+    if corruptions:
+        chosen = [language.sample("test", index) for index in range(corrupted_samples)]
+        for name in ("intact", *corruptions):
+            metrics += _judged(model, data, language, chosen, name, name, progress)
+    return metrics
+
+
+def _judged(
+    model: KeelForCausalLM,
+    data: TaskData,
+    language: Any,
+    samples: Sequence[Sample],
+    condition: str,
+    corruption: str | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> list[ItemMetric]:
+    name = type(language).__name__.lower()
+    prompts = [[data.tokenizer.bos_token_id, *data.encode(sample.prompt)] for sample in samples]
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(f"{name} strings {condition}".rstrip(), done, len(samples))
+
+    corrupt = nullcontext() if corruption in (None, "intact") else corrupted(model, corruption or "")
+    with corrupt:
+        found = complete(
+            model,
+            prompts,
+            data.tokenizer,
+            max_new_tokens=language.longest,
+            use_cache=corruption is None,
+            progress=tell,
+        )
+    texts = [language_tokens(data.tokenizer, ids) for ids in found]
+    judged = [language.judge(sample, text) for sample, text in zip(samples, texts, strict=True)]
+    suffix = f"@{condition}" if condition else ""
+    return [
+        ItemMetric(
+            name=f"{name}.{metric}{suffix}",
+            unit=_UNITS.get(metric, "share of strings"),
+            higher_is_better=metric not in _LOWER_IS_BETTER,
+            numerators=tuple(one[metric][0] for one in judged),
+            denominators=tuple(one[metric][1] for one in judged),
+        )
+        for metric in judged[0]
+    ]
