@@ -120,7 +120,7 @@ def _judged(
     corruption: str | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> list[ItemMetric]:
-    name = type(language).__name__.lower()
+    name = language.family
     prompts = [[data.tokenizer.bos_token_id, *data.encode(sample.prompt)] for sample in samples]
 
     def tell(done: int) -> None:

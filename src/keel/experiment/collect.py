@@ -163,7 +163,9 @@ def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | Non
     x = sorted({tokens for curve in points.values() for tokens in curve})
     values = [[_exp(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]
     of_text = recipe.data.task is None
-    label = f"validation perplexity at {recipe.train_window(arm)} tokens" if of_text else "validation perplexity of targets"
+    label = (
+        f"validation perplexity at {recipe.train_window(arm)} tokens" if of_text else "validation perplexity of targets"
+    )
     return {label: Curve(x_label="training tokens", x=x, values=values)}
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from keel.data.languages.base import Sample
 from keel.data.languages.dyck import Dyck
+from keel.data.languages.json_objects import JsonObjects
 
-LANGUAGES: dict[str, Any] = {"dyck": Dyck}
+LANGUAGES: dict[str, Any] = {"dyck": Dyck, "json": JsonObjects}
 
-__all__ = ["LANGUAGES", "Dyck", "Sample"]
+__all__ = ["LANGUAGES", "Dyck", "JsonObjects", "Sample"]

@@ -2,7 +2,7 @@
 
 A word of ``length`` brackets reaches depth ``depth`` exactly. It is drawn as a random path of openings and closings, uniformly over all
 paths that end at zero, stay at or below ``depth`` and reach it; every opening takes one of the three kinds at random. A word is cut at a
-random place between a quarter and three quarters of it; the first part is the prompt. The depth of a bracket is the number of pairs that
+random place between a quarter and three quarters of it where something is open; the first part is the prompt. The depth of a bracket is the number of pairs that
 are open at it, itself included.
 
 A prompt has many completions. ``exact`` asks for the one that was drawn, ``valid`` for any that closes everything and nothing else; closing
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -49,6 +50,11 @@ class Dyck:
                 f"dyck: depths {depths}; give min_depth from 1 up to max_depth, and at most half of min_length "
                 f"({self.min_length // 2})"
             )
+
+    @property
+    def family(self) -> str:
+        """What its metrics are called."""
+        return "dyck"
 
     @property
     def alphabet(self) -> list[str]:
@@ -98,7 +104,8 @@ class Dyck:
         length = 2 * source.randint(self.min_length // 2, self.max_length // 2)
         depth = source.randint(self.min_depth, min(self.max_depth, length // 2))
         word = _word(source, length, depth)
-        cut = source.randint((length + 3) // 4, 3 * length // 4)
+        heights = [0, *itertools.accumulate(1 if bracket in PAIRS else -1 for bracket in word)]
+        cut = source.choice([at for at in range((length + 3) // 4, 3 * length // 4 + 1) if heights[at]])
         return Sample(word[:cut], word[cut:])
 
 
