@@ -2,8 +2,8 @@
 
 A word of ``length`` brackets reaches depth ``depth`` exactly. It is drawn as a random path of openings and closings, uniformly over all
 paths that end at zero, stay at or below ``depth`` and reach it; every opening takes one of the three kinds at random. A word is cut at a
-random place between a quarter and three quarters of it where something is open; the first part is the prompt. The depth of a bracket is the number of pairs that
-are open at it, itself included.
+random place between a quarter and three quarters of it where something is open; the first part is the prompt. The depth of a bracket is
+the number of pairs that are open at it, itself included.
 
 A prompt has many completions. ``exact`` asks for the one that was drawn, ``valid`` for any that closes everything and nothing else; closing
 what is open, in order, and stopping is always valid, so a model that only counts well can be valid without ever being exact.
