@@ -14,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 from report_cases import ARMS, PAPER, make_results
 
 from keel.evaluation.results import Metric, Results
-from keel.report.findings import contrast, primary_metric, ranking, reference_value, tally, verdict
+from keel.report.contrasts import contrast, ranking, reference_value, tally
+from keel.report.findings import verdict
+from keel.report.metrics import metric_phrase, primary_metrics
 from keel.report.reproduction import reproduction
-from keel.report.text import duration, interval, joined, metric_phrase, number, probability, size_of
+from keel.report.text import duration, interval, joined, number, probability, size_of
 
 NEAR_FAR = (256, 1024)
 
@@ -133,7 +135,7 @@ def test_higher_is_better_turns_the_ranking_and_the_verdict() -> None:
         metric = Metric(values=[mean] * 3, mean=mean, ci95=(mean - 0.1, mean + 0.1), unit="", higher_is_better=True)
         data["arms"][name]["metrics"] = {"accuracy": metric.model_dump()}
     results = Results.model_validate(data)
-    assert primary_metric(results) == "accuracy" and ranking(results, "accuracy") == ["structural", "rope"]
+    assert primary_metrics(results) == ["accuracy"] and ranking(results, "accuracy") == ["structural", "rope"]
     assert verdict(results).headline.startswith("In accuracy the stream helped")
 
 

@@ -21,7 +21,8 @@ from keel.evaluation.results import Curve, Metric, Results, write_results
 from keel.report import write_docs_page, write_report
 from keel.report.drawing import DARK, LIGHT, looks_of
 from keel.report.figures import _limits, _Line, _log_ticks, _spaced, _spread, draw_all
-from keel.report.tables import against_table, comparison_tables, cost_table, family_table
+from keel.report.metrics import groups_of
+from keel.report.tables import against_table, comparison_tables, cost_table, group_table
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "xlink:href", "background", "cite"}
 
@@ -175,7 +176,7 @@ def test_sparse_results_still_give_a_page(tmp_path: Path) -> None:
     accuracy = Metric(values=[0.5], mean=0.5, ci95=None, unit="share", higher_is_better=True)
     data["arms"]["rope"] |= {"metrics": {"accuracy": accuracy.model_dump()}, "curves": {}, "train_tokens_per_s": None}
     text = page_of(Results.model_validate(data), tmp_path)
-    assert "accuracy (share)" in text and "In accuracy RoPE is best" in text and "not in a checkout" in text
+    assert "accuracy (share)" in text and "In accuracy only RoPE has a result: 0.5000." in text and "not in a checkout" in text
     data["arms"]["rope"]["metrics"] = {}
     assert "no arm has a finite result" in page_of(Results.model_validate(data), tmp_path)
 
@@ -207,12 +208,13 @@ def test_missing_seeds_of_a_curve_are_left_out(tmp_path: Path) -> None:
 
 
 def test_tables_mark_the_best_and_what_is_not_apart_from_it(usual: Results) -> None:
-    table = family_table(usual, "ppl")
+    table = group_table(usual, groups_of(usual)[0])
     best = [row.label for row in table.rows if row.arm and row.cells[-1].best]
     assert best == ["Window + structural stream"]
     assert [row.label for row in table.rows if row.arm is None] == ["paper", "paper", "fusion (paper only)"]
     same: dict[str, Any] = {"a": ("A", [], None, 4.7, 0.0), "b": ("B", ["structural"], None, 4.7, 0.0)}
-    rows = family_table(make_results(same, lengths=(256, 512), noise=0.05), "ppl").rows
+    close = make_results(same, lengths=(256, 512), noise=0.05)
+    rows = group_table(close, groups_of(close)[0]).rows
     assert sorted((cell.best, cell.tied) for row in rows if row.arm for cell in row.cells[:1]) == [
         (False, True),
         (True, False),

@@ -1,8 +1,9 @@
-"""Figures of a results file: curves over lengths and over training, and single metrics as dot plots."""
+"""Figures of a results file: curves over conditions and over training, and single metrics as dot plots."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,21 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from keel.evaluation.results import Arm, Curve, Results
+from keel.report.contrasts import ranking, reference_value
 from keel.report.drawing import Canvas, Drawing, Look, Painter, looks_of, render
-from keel.report.findings import lengths_of, ranking, reference_value, row_mean, single_metrics
-from keel.report.text import metric_phrase, number
+from keel.report.findings import row_mean
+from keel.report.metrics import (
+    EXTRAPOLATION,
+    Group,
+    count,
+    groups_of,
+    lengths_of,
+    metric_phrase,
+    quantity_phrase,
+    single_metrics,
+    unit_of,
+)
+from keel.report.text import capitalised, number
 
 _OUTLIER = 20.0
 """An arm that ends beyond this multiple of the best one leaves the figure at its edge and is named there."""
@@ -33,41 +46,59 @@ class _Line:
 
 def draw_all(results: Results, prefix: str) -> list[Drawing]:
     """Draw every figure that the results have numbers for; `prefix` makes the ids in the SVGs unique on a page."""
-    drawings = []
-    lengths = lengths_of(results, "ppl")
+    lengths, groups = lengths_of(results, "ppl"), [group for group in groups_of(results) if len(group.values) > 1]
+    drawings = [_draw_group(results, group, prefix) for group in groups if group.quantity == "ppl"]
     if len(lengths) > 1:
-        drawings.append(_draw_lengths(results, lengths, prefix))
         drawings.append(_draw_dots(results, f"growth@{lengths[-1]}", prefix, reference_line=1.0))
-    drawings += [_draw_dots(results, metric, prefix) for metric in single_metrics(results)[:6]]
+    drawings += [_draw_dots(results, metric, prefix) for metric in single_metrics(results)]
+    drawings += [_draw_group(results, group, prefix) for group in groups if group.quantity not in EXTRAPOLATION]
     labels = dict.fromkeys(label for arm in results.arms.values() for label in arm.curves)
     drawings += [_draw_training(results, label, index, prefix) for index, label in enumerate(labels)]
     return [drawing for drawing in drawings if drawing is not None]
 
 
-def _draw_lengths(results: Results, lengths: list[int], prefix: str) -> Drawing | None:
-    lines = [line for name, arm in results.arms.items() if (line := _length_line(name, arm, lengths))]
+def _draw_group(results: Results, group: Group, prefix: str) -> Drawing | None:
+    """Draw a group of metrics over its numbers: logarithmic in both axes for perplexity over tokens, else as it suits."""
+    lines = [line for name, arm in results.arms.items() if (line := _group_line(name, arm, group))]
+    unit, higher_is_better = unit_of(results, group.metrics[0])
+    values, tokens, perplexity = group.values, group.kind == "", group.quantity == "ppl"
+    phrase = quantity_phrase(group.quantity)
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.axes
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(_spread(lengths, 4 if canvas.narrow else 8)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        most = 4 if canvas.narrow else 8
+        if tokens:
+            axes.set_xscale("log", base=2)
+            axes.set_xlim(values[0] / 1.08, values[-1] * 1.08)
+        else:
+            axes.set_xlim(*_padded(values))
+        axes.xaxis.set_major_locator(FixedLocator(_spread(values, most) if tokens else _thinned(values, most)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(float(value))))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlim(lengths[0] / 1.08, lengths[-1] * 1.08)
-        axes.set_xlabel("evaluated length (tokens)")
-        _paint_lines(canvas, results, lines, y_label="perplexity per token")
+        axes.set_xlabel("evaluated length (tokens)" if tokens else group.axis)
+        y_label = unit if perplexity else f"{phrase} ({unit})" if unit else phrase
+        _paint_lines(canvas, results, lines, y_label=y_label, higher_is_better=higher_is_better)
 
+    ends = f"{group.columns[0]} to {group.columns[-1]}"
+    what = (
+        f"Perplexity of the same tokens, read in blocks of {ends} tokens, both axes logarithmic."
+        if perplexity
+        else f"{capitalised(phrase)} at {group.axis} {ends}; {'higher' if higher_is_better else 'lower'} is better."
+    )
     return _finish(
         results,
         lines,
         list(results.arms),
         paint,
-        name="perplexity",
-        title="Perplexity over length",
-        caption=f"Perplexity of the same tokens, read in blocks of {lengths[0]:,} to {lengths[-1]:,} tokens, both axes "
-        "logarithmic. Bands: 95 % intervals. Solid lines: arms with a stream.",
+        name=_file_name("perplexity" if perplexity else f"{group.quantity} by {group.axis}"),
+        title="Perplexity over length" if perplexity else capitalised(group.title),
+        caption=f"{what} Bands: 95 % intervals. Solid lines: arms with a stream.",
         prefix=prefix,
     )
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text.replace("@", "-at-")).strip("-")
 
 
 def _draw_training(results: Results, label: str, index: int, prefix: str) -> Drawing | None:
@@ -89,7 +120,7 @@ def _draw_training(results: Results, label: str, index: int, prefix: str) -> Dra
         [name for name, arm in results.arms.items() if label in arm.curves],
         paint,
         name=f"training-{index}",
-        title=f"{label[0].upper()}{label[1:]} over training",
+        title=f"{capitalised(label)} over training",
         caption="Mean over seeds; bands: from the lowest to the highest seed. Values above "
         f"{_EARLY:.0f} times the lowest are cut off.",
         prefix=prefix,
@@ -114,8 +145,8 @@ def _draw_dots(results: Results, metric: str, prefix: str, reference_line: float
     return render(
         paint,
         heights=(0.62 + 0.31 * len(order), 0.62 + 0.44 * len(order)),
-        name=metric.replace("@", "-at-"),
-        title=f"{phrase[0].upper()}{phrase[1:]}",
+        name=_file_name(metric),
+        title=capitalised(phrase),
         caption="Mean and 95 % interval, best first."
         + (" Open diamonds: the paper's value." if printed else "")
         + (" At 1, length costs nothing." if reference_line is not None else ""),
@@ -154,13 +185,13 @@ def _last(line: _Line) -> float:
     return next(value for value in reversed(line.y) if math.isfinite(value))
 
 
-def _length_line(name: str, arm: Arm, lengths: list[int]) -> _Line | None:
+def _group_line(name: str, arm: Arm, group: Group) -> _Line | None:
     points = []
-    for length in lengths:
-        metric = arm.metrics.get(f"ppl@{length}")
+    for value, metric_name in zip(group.values, group.metrics, strict=True):
+        metric = arm.metrics.get(metric_name)
         mean = math.nan if metric is None or metric.mean is None else metric.mean
         low, high = (mean, mean) if metric is None or metric.ci95 is None else metric.ci95
-        points.append((float(length), mean, low, high))
+        points.append((value, mean, low, high))
     return _line(name, arm.label, points)
 
 
@@ -182,11 +213,18 @@ def _line(name: str, label: str, points: list[tuple[float, float, float, float]]
     return _Line(arm=name, label=label, x=x, y=y, low=low, high=high)
 
 
-def _paint_lines(canvas: Canvas, results: Results, lines: list[_Line], *, y_label: str, most: float = math.inf) -> None:
+def _paint_lines(
+    canvas: Canvas,
+    results: Results,
+    lines: list[_Line],
+    *,
+    y_label: str,
+    most: float = math.inf,
+    higher_is_better: bool = False,
+) -> None:
     axes, looks = canvas.axes, looks_of(results)
-    low, high = _limits(lines, most)
-    logarithmic = low > 0
-    if logarithmic:
+    low, high = _extent(lines) if higher_is_better else _limits(lines, most)
+    if low > 0 and not higher_is_better:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
         axes.yaxis.set_major_locator(FixedLocator(_log_ticks(low, high)))
@@ -236,6 +274,13 @@ def _limits(lines: list[_Line], most: float) -> tuple[float, float]:
     if len(usual) < len(lines):
         high *= 1.3  # room in which the others can be seen to leave
     return (low, high) if high > low else (low - 0.05 * abs(low), high + (0.05 * abs(high) or 1.0))
+
+
+def _extent(lines: list[_Line]) -> tuple[float, float]:
+    """Return the lowest and the highest value of all lines and bands."""
+    shown = [value for line in lines for value in (*line.y, *line.low, *line.high) if math.isfinite(value)]
+    low, high = min(shown), max(shown)
+    return (low, high) if high > low else (low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0))
 
 
 def _padded(values: list[float]) -> tuple[float, float]:
@@ -300,9 +345,11 @@ def _paint_dots(canvas: Canvas, results: Results, metric: str, order: list[str],
     means = {name: float(entries[name].mean or 0.0) for name in order}
     shown = [value for value in (*means.values(), *printed.values()) if math.isfinite(value)]
     smallest, largest = min(shown), max(shown)
-    cut = 1.5 * max(value for value in shown if value <= smallest * _OUTLIER) if smallest > 0 else math.inf
+    # What is to be low may explode, and is drawn as a ratio; what is to be high, such as a share, is drawn as it is.
+    ratio = smallest > 0 and not entries[order[0]].higher_is_better
+    cut = 1.5 * max(value for value in shown if value <= smallest * _OUTLIER) if ratio else math.inf
     cut = math.inf if largest <= cut else cut
-    if smallest > 0 and largest / smallest > 4:
+    if ratio and largest / smallest > 4:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(_log_ticks(smallest, min(largest, cut))))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -368,7 +415,12 @@ def _clip(label: str) -> str:
     return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1].rstrip()}…"
 
 
-def _spread(lengths: list[int], most: int) -> list[int]:
+def _thinned(values: list[float], most: int) -> list[float]:
+    """Choose every n-th of some values, so that at most `most` are left."""
+    return values[:: math.ceil(len(values) / most)]
+
+
+def _spread(lengths: list[float], most: int) -> list[float]:
     """Choose at most about `most` of the lengths, evenly on a logarithmic axis, both ends among them."""
     step = math.log(lengths[-1] / lengths[0]) / most
     chosen = [lengths[-1]]
