@@ -89,7 +89,11 @@ def requests_of(log: Path) -> list[str]:
     started = [
         event["params"] for event in data["events"] if event["type"] == start and "url" in event.get("params", {})
     ]
-    return [p["url"] for p in started if p.get("initiator") != "not an origin" and not p["url"].startswith("file:")]
+    return [
+        p["url"]
+        for p in started
+        if p.get("initiator") != "not an origin" and not p["url"].startswith(("file:", "data:"))
+    ]
 
 
 def probe(page: str, width: int, tmp_path: Path) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def write_docs_page(results: list[Path], page: Path) -> Path:
     parts = [f"# {_title(sections)}\n", f"{_GENERATED}\n"]
     several = len(sections) > 1
     if several:
-        parts += ["\n".join(f"- [{_escape(s.results.title)}](#{s.slug})" for s in sections) + "\n"]
+        parts += ["\n".join(f"- [{_escape(s.results.title)}](#{_anchor(s)})" for s in sections) + "\n"]
     for section, path in zip(sections, results, strict=True):
-        parts += [f'<a id="{section.slug}"></a>\n'] if several else []
+        parts += [f'<a id="{_anchor(section)}"></a>\n'] if several else []
         parts += _section_parts(section, path, page)
     write_atomically(page, ("\n".join(parts).rstrip() + "\n").encode())
     return page
@@ -61,6 +61,10 @@ _GENERATED = "<!-- Written by `keel report DIR… --docs` from results files. Do
 def _title(sections: list[Section]) -> str:
     papers = [section.results.reference.paper for section in sections if section.results.reference]
     return _escape(papers[0] if papers else sections[0].results.title)
+
+
+def _anchor(section: Section) -> str:
+    return section.slug.replace(".", "-")
 
 
 def _link(path: Path, page: Path) -> str:

@@ -235,7 +235,7 @@ def _cell(results: Results, name: str, metric: str, order: list[str]) -> Cell:
     if entry is None or entry.mean is None:
         return Cell(text="–")
     finite = entry.ci95 is not None and all(math.isfinite(bound) for bound in entry.ci95)
-    best = bool(order) and mean_of(results.arms[order[0]], metric) == entry.mean
+    best = len(order) > 1 and mean_of(results.arms[order[0]], metric) == entry.mean
     return Cell(
         text=number(entry.mean),
         interval=interval(entry.ci95, like=entry.mean) if finite else "",
