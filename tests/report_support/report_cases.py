@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from datetime import UTC, datetime
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
+from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results, write_results
 from keel.evaluation.statistics import Bootstrap, Statistic, TokenScores, bits_per_byte, growth, perplexity
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768, 40960)
@@ -270,3 +272,23 @@ def make_mixed(**changes: Any) -> Results:
     }
     fields = {"arms": arms, "comparisons": [*results.comparisons, *far.comparisons], "recipe": "s_former/mixed"}
     return results.model_copy(update=fields | changes)
+
+
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def write_with_pictures(results: Results, folder: Path) -> Path:
+    """Write results that list two pictures of probes, one of them with a space in its name, and the pictures."""
+    figures = [
+        {"file": "figures/alpha map.png", "title": "Gate over depth", "caption": "A heat map."},
+        {"file": "figures/heads.svg", "title": "Heads"},
+    ]
+    (folder / "figures").mkdir(parents=True)
+    (folder / "figures" / "alpha map.png").write_bytes(PIXEL)
+    (folder / "figures" / "heads.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"><path d="M0 0H1V1Z"/></svg>'
+    )
+    data = results.model_dump(by_alias=True) | {"figures": figures}
+    return write_results(Results.model_validate(data), folder / "results.json")

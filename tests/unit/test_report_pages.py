@@ -16,7 +16,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 
-from report_cases import ARMS, DYCK, make_dyck, make_measured, make_mixed, make_results, make_text
+from report_cases import (
+    ARMS,
+    DYCK,
+    PIXEL,
+    make_dyck,
+    make_measured,
+    make_mixed,
+    make_results,
+    make_text,
+    write_with_pictures,
+)
 
 from keel.errors import KeelError
 from keel.evaluation.results import Curve, Metric, Results, write_results
@@ -357,27 +367,8 @@ def test_a_share_is_drawn_as_it_is_however_far_arms_are_apart() -> None:
     assert "Not drawn" not in figures["gate-saturation-by-layer"].caption
 
 
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
-PICTURES = [
-    {"file": "figures/alpha map.png", "title": "Gate over depth", "caption": "A heat map."},
-    {"file": "figures/heads.svg", "title": "Heads"},
-]
-
-
-def with_pictures(folder: Path, results: Results | None = None) -> Path:
-    """Write results that list two pictures, and the pictures."""
-    data = (results or small()).model_dump(by_alias=True) | {"figures": PICTURES}
-    path = write_results(Results.model_validate(data), folder / "results.json")
-    (folder / "figures").mkdir()
-    (folder / "figures" / "alpha map.png").write_bytes(PIXEL)
-    (folder / "figures" / "heads.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
-    return path
-
-
 def test_pictures_of_probes_are_inside_the_page(tmp_path: Path) -> None:
-    text = write_report([with_pictures(tmp_path)], tmp_path / "out").read_text(encoding="utf-8")
+    text = write_report([write_with_pictures(small(), tmp_path)], tmp_path / "out").read_text(encoding="utf-8")
     sources = re.findall(r'<img src="data:image/([a-z+]+);base64,([^"]+)" alt="([^"]+)">', text)
     assert [(kind, alt) for kind, _, alt in sources] == [("png", "Gate over depth"), ("svg+xml", "Heads")]
     assert base64.b64decode(sources[0][1]) == PIXEL and "A heat map." in text
@@ -389,7 +380,7 @@ def test_pictures_of_probes_are_inside_the_page(tmp_path: Path) -> None:
 
 
 def test_pictures_are_kept_beside_the_results_that_a_docs_page_is_made_of(tmp_path: Path) -> None:
-    source, kept = with_pictures(tmp_path / "run"), tmp_path / "docs" / "data" / "p" / "one.small.json"
+    source, kept = write_with_pictures(small(), tmp_path / "run"), tmp_path / "docs" / "data" / "p" / "one.small.json"
     keep_results(source, kept)
     again = kept.read_bytes()
     keep_results(kept, kept)  # a page written again from what is kept

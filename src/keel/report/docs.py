@@ -150,7 +150,7 @@ def _reproduction_parts(findings: list[Finding]) -> list[str]:
         (
             "What did not reproduce",
             False,
-            "Nothing that was compared: every ordering and growth is as the paper has it or undecided.",
+            "Nothing that was compared: every ordering, growth and value is as the paper has it or undecided.",
         ),
         ("What stayed undecided", None, ""),
         ("What reproduced", True, "Nothing that was compared."),
