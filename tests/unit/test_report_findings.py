@@ -217,6 +217,20 @@ def test_our_numbers_stand_beside_those_of_the_paper() -> None:
     assert "0.9000 for Other (ours, 0.6000, has no interval)" in " ".join(verdict(bare).sentences)
 
 
+def test_an_arm_that_diverged_is_neither_above_nor_below_the_paper() -> None:
+    paper = PAPER.model_copy(update={"values": {"host": {"x.share": 0.4}, "other": {"x.share": 0.9}}})
+    results = a_and_b(0.6, 0.5, reference=paper, compare=False)
+    lost = replace_metric(results, "host", "x.share", mean=math.nan, values=[math.nan] * 3, ci95=None)
+    assert "The paper has x share 0.9000 for Other (" in (text := " ".join(verdict(lost).sentences))
+    assert "for Host (" not in text
+    [host] = [finding for finding in reproduction(lost) if finding.claim.startswith("x share of Host:")]
+    assert (host.here, host.reproduced) == ("NaN", False)
+    vague = replace_metric(results, "other", "x.share", ci95=(math.nan, math.nan))
+    assert "has no interval" in " ".join(verdict(vague).sentences)
+    [other] = [finding for finding in reproduction(vague) if finding.claim.startswith("x share of Other:")]
+    assert other.reproduced is None and "smaller" not in other.here
+
+
 def test_at_most_six_measurements_are_put_into_words() -> None:
     for count, more in ((7, "The tables hold 1 more measurement."), (9, "The tables hold 3 more measurements.")):
         means = {f"probe.m{index}": 0.5 for index in range(count)}

@@ -132,11 +132,11 @@ def _paper_sentences(results: Results, metric: str) -> list[str]:
     parts = []
     for name, arm in results.arms.items():
         printed, ours = reference_value(results, name, metric), mean_of(arm, metric)
-        if printed is None or ours is None:
+        if printed is None or ours is None or math.isnan(ours):
             continue
         ci95 = arm.metrics[metric].ci95
         relation = "is lower" if ours < printed else "is higher"
-        if ci95 is None:
+        if ci95 is None or any(math.isnan(bound) for bound in ci95):
             relation = "has no interval"
         elif ci95[0] <= printed <= ci95[1]:
             relation = "agrees within its interval"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -85,11 +86,15 @@ def _value_finding(results: Results, arm: str, metric: str, times: str = "") -> 
     printed, entry = reference_value(results, arm, metric), results.arms[arm].metrics.get(metric)
     if printed is None or entry is None:
         return None
-    inside = None if entry.ci95 is None or entry.mean is None else entry.ci95[0] <= printed <= entry.ci95[1]
-    word = "" if inside is not False or entry.mean is None else ", smaller" if entry.mean < printed else ", larger"
+    inside = word = None
+    if entry.mean is not None and math.isnan(entry.mean):
+        inside = False
+    elif entry.mean is not None and entry.ci95 is not None and not any(math.isnan(bound) for bound in entry.ci95):
+        inside = entry.ci95[0] <= printed <= entry.ci95[1]
+        word = None if inside else "smaller" if entry.mean < printed else "larger"
     return Finding(
         claim=f"{metric_phrase(metric)} of {label_of(results, arm)}: {times}{number(printed)}",
-        here=f"{times}{measured(results, arm, metric)}{word}",
+        here=f"{times}{measured(results, arm, metric)}" + (f", {word}" if word else ""),
         reproduced=inside,
     )
 
