@@ -376,14 +376,14 @@ def _show(folder: Path) -> None:
 
 def _write_docs(files: list[Path], folder: Path) -> list[Path]:
     """Keep the results files below ``folder/data`` and write the page of each paper from all that is kept of it."""
-    from keel.evaluation.results import read_results, write_results
-    from keel.report import write_docs_page
+    from keel.evaluation.results import read_results
+    from keel.report import keep_results, write_docs_page
 
     pages = {}
     for file in files:
         results = read_results(file)
         paper = results.recipe.partition("/")[0]
-        write_results(results, folder / "data" / f"{results.recipe}.{results.scale}.json")
+        keep_results(file, folder / "data" / f"{results.recipe}.{results.scale}.json")
         pages[folder / f"{paper}.md"] = paper
     data = folder / "data"
     return [

@@ -18,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 
-from report_cases import make_results
+from report_cases import make_dyck, make_mixed, make_results, make_text, write_with_pictures
 
 from keel.evaluation.results import write_results
 from keel.report import write_report
@@ -56,6 +56,7 @@ document.getElementById("probe").textContent = JSON.stringify({
     paths: [...svg.querySelectorAll("path")].filter(path => box(path).width > 0).length,
     leaving: [...svg.querySelectorAll("text")].filter(text => leaves(text, svg)).map(text => text.textContent),
   })),
+  pictures: [...inside.querySelectorAll("img")].map(picture => picture.naturalWidth),
   scrolling: [...inside.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth).length,
 });
 """
@@ -89,7 +90,11 @@ def requests_of(log: Path) -> list[str]:
     started = [
         event["params"] for event in data["events"] if event["type"] == start and "url" in event.get("params", {})
     ]
-    return [p["url"] for p in started if p.get("initiator") != "not an origin" and not p["url"].startswith("file:")]
+    return [
+        p["url"]
+        for p in started
+        if p.get("initiator") != "not an origin" and not p["url"].startswith(("file:", "data:"))
+    ]
 
 
 def probe(page: str, width: int, tmp_path: Path) -> dict[str, Any]:
@@ -104,18 +109,35 @@ def probe(page: str, width: int, tmp_path: Path) -> dict[str, Any]:
     return measured
 
 
+# What is made of a file: cells in a row of the first table, and figures.
+CASES = {"extrapolation": (10, 3), "dyck": (4, 8), "text": (4, 6), "mixed": (2, 9)}
+MAKE = {"extrapolation": make_results, "dyck": make_dyck, "text": make_text, "mixed": make_mixed}
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    return write_report([write_results(make_results(), folder / "results.json")], folder / "out")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pages = {}
+    for case, make in MAKE.items():
+        folder = tmp_path_factory.mktemp(case)
+        write = write_with_pictures if case == "dyck" else lambda made, at: write_results(made, at / "results.json")
+        pages[case] = write_report([write(make(), folder / "run")], folder / "out")
+    return pages
 
 
-def test_the_console_is_silent_nothing_is_requested_and_every_arm_is_there(report: Path, tmp_path: Path) -> None:
-    seen = visit(report, tmp_path)
+@pytest.fixture
+def report(reports: dict[str, Path]) -> Path:
+    return reports["extrapolation"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_console_is_silent_nothing_is_requested_and_every_arm_is_there(
+    reports: dict[str, Path], tmp_path: Path, case: str
+) -> None:
+    seen = visit(reports[case], tmp_path)
     assert seen.console == [] and seen.requests == []
-    for name, arm in make_results().arms.items():
+    for name, arm in MAKE[case]().arms.items():
         row = re.search(rf'<tr data-arm="{name}">(.*?)</tr>', seen.dom)
-        assert row is not None and arm.label in row[1] and row[1].count("<td") == 10
+        assert row is not None and arm.label in row[1] and row[1].count("<td") == CASES[case][0]
 
 
 def test_a_page_that_is_loud_and_asks_for_things_is_caught(tmp_path: Path) -> None:
@@ -125,15 +147,21 @@ def test_a_page_that_is_loud_and_asks_for_things_is_caught(tmp_path: Path) -> No
     assert any("broken" in line for line in seen.console) and seen.requests == ["http://192.0.2.1/x.png"]
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("width", [390, 1280])
-def test_figures_are_drawn_and_the_page_is_no_wider_than_the_screen(report: Path, tmp_path: Path, width: int) -> None:
-    seen = probe(report.read_text(encoding="utf-8"), width, tmp_path)
+def test_figures_are_drawn_and_the_page_is_no_wider_than_the_screen(
+    reports: dict[str, Path], tmp_path: Path, width: int, case: str
+) -> None:
+    seen = probe(reports[case].read_text(encoding="utf-8"), width, tmp_path)
     assert seen["viewport"] == width and seen["content"] == width
-    assert len(seen["figures"]) == 3
+    assert len(seen["figures"]) == CASES[case][1]
     for figure in seen["figures"]:
-        assert figure["width"] > 0.75 * min(width, 800) and figure["height"] > 100
-        assert figure["paths"] >= 5 and figure["leaving"] == []
-    assert seen["scrolling"] >= 1  # the wide table scrolls inside its own box
+        # The smallest figure has one row; without data, a figure is its background and its axis.
+        assert figure["width"] > 0.75 * min(width, 800) and figure["height"] > 80
+        assert figure["paths"] >= 4 and figure["leaving"] == []
+    assert seen["pictures"] == ([1, 1] if case == "dyck" else [])
+    if width == 390 or case == "extrapolation":
+        assert seen["scrolling"] >= 1  # the wide table scrolls inside its own box
 
 
 def test_a_page_that_is_too_wide_is_caught(report: Path, tmp_path: Path) -> None:

@@ -403,7 +403,13 @@ def test_docs_keep_the_results_and_a_page_holds_all_that_is_kept_of_its_paper(ru
     )
     assert kept == ["demo.tiny.json", "s_former/one.tiny.json", "s_former/two.tiny.json"]
     page = Path("docs/results/s_former.md").read_text(encoding="utf-8")
-    assert "s_former/one" in page and "s_former/two" in page and "demo" not in page
+    assert "demo" not in page and 0 < page.index("`s_former/one`") < page.index("`s_former/two`")
+    # One recipe again: the other sections stay, in their order.
+    write_results(results("s_former/one").model_copy(update={"title": "Again"}), Path("a/results.json"))
+    run_keel("report", "a", "--docs")
+    again = Path("docs/results/s_former.md").read_text(encoding="utf-8")
+    assert "## Again\n" in again and again.index("`s_former/one`") < again.index("`s_former/two`")
+    assert again.split("## ")[-1] == page.split("## ")[-1]
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------

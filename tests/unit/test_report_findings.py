@@ -11,12 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 
-from report_cases import ARMS, PAPER, make_results
+from report_cases import ARMS, DYCK, PAPER, make_dyck, make_measured, make_mixed, make_results, make_text
 
 from keel.evaluation.results import Metric, Results
-from keel.report.findings import contrast, primary_metric, ranking, reference_value, tally, verdict
+from keel.report.contrasts import contrast, ranking, reference_value, tally
+from keel.report.findings import verdict
+from keel.report.metrics import metric_phrase, primary_metrics
 from keel.report.reproduction import reproduction
-from keel.report.text import duration, interval, joined, metric_phrase, number, probability, size_of
+from keel.report.text import duration, interval, joined, number, probability, size_of
 
 NEAR_FAR = (256, 1024)
 
@@ -133,8 +135,191 @@ def test_higher_is_better_turns_the_ranking_and_the_verdict() -> None:
         metric = Metric(values=[mean] * 3, mean=mean, ci95=(mean - 0.1, mean + 0.1), unit="", higher_is_better=True)
         data["arms"][name]["metrics"] = {"accuracy": metric.model_dump()}
     results = Results.model_validate(data)
-    assert primary_metric(results) == "accuracy" and ranking(results, "accuracy") == ["structural", "rope"]
+    assert primary_metrics(results) == ["accuracy"] and ranking(results, "accuracy") == ["structural", "rope"]
     assert verdict(results).headline.startswith("In accuracy the stream helped")
+
+
+def a_and_b(ours: float, theirs: float, streams: tuple[str, ...] = ("structural",), **options: Any) -> Results:
+    """A host and another arm, which has a stream unless it is told otherwise, in two shares and one distance."""
+    arms: dict[str, Any] = {
+        "host": ("Host", [], {"x.share": theirs, "markov.l1": theirs}),
+        "other": ("Other", list(streams), {"x.share": ours, "markov.l1": ours}),
+    }
+    return make_measured(arms, **options)
+
+
+def test_several_measurements_are_counted_in_the_headline_and_told_one_by_one() -> None:
+    result = verdict(make_dyck())
+    assert result.status == "mixed"
+    assert result.headline == (
+        "Of 3 measurements, the stream helped in 2 (Dyck structural accuracy and Dyck exact match) and did not help in 1 "
+        "(Markov L1)."
+    )
+    accuracy, exact, l1, alpha = result.sentences[:4]
+    assert accuracy.startswith(
+        "In Dyck structural accuracy the stream helped: RoPE + structural stream has 0.9200 [0.911, 0.929], against "
+        "0.7800 [0.772, 0.788] for NoPE, the best without a stream (paired difference +0.1400 [+0.135, +0.145], p = 0.0002)."
+    )
+    assert exact.startswith("In Dyck exact match the stream helped") and "paper" not in exact
+    assert l1.startswith("In Markov L1 the stream did not help: NoPE, without a stream, has 0.2000")
+    assert alpha.startswith("In α depth r only RoPE + structural stream has a result: 0.8500 [0.842, 0.858].")
+    assert any("neither intervals nor p are corrected" in sentence for sentence in result.sentences)
+
+
+def test_higher_and_lower_are_each_better_where_the_file_says_so() -> None:
+    same_means = verdict(a_and_b(0.6, 0.5))
+    assert "helped in 1 (x share) and did not help in 1 (Markov L1)" in same_means.headline
+    other_way = verdict(a_and_b(0.5, 0.6))
+    assert "helped in 1 (Markov L1) and did not help in 1 (x share)" in other_way.headline
+    close = verdict(a_and_b(0.5, 0.5001))
+    assert close.status == "undecided" and "left all 2 undecided (x share and Markov L1)" in close.headline
+    assert close.sentences[0].startswith("In x share it is undecided whether the stream helped: Other has 0.5000 [0.4")
+    assert "paired difference −0.0001" in close.sentences[0] and "p = 0.400" in close.sentences[0]
+    assert verdict(make_text()).status == "helped" and "in all 4 (" in verdict(make_text()).headline
+
+
+def test_without_paired_comparisons_other_measurements_rest_on_their_intervals() -> None:
+    apart, overlapping = (verdict(a_and_b(*means, compare=False)) for means in ((0.6, 0.5), (0.503, 0.5)))
+    assert apart.status == "mixed" and "(their 95 % intervals are apart)" in apart.sentences[0]
+    assert overlapping.status == "undecided" and "intervals overlap or are missing" in overlapping.sentences[0]
+
+
+def test_a_single_comparison_is_the_headline_and_the_others_follow_it() -> None:
+    arms = {name: (label, streams, dict(means)) for name, (label, streams, means) in DYCK.items()}
+    for _, _, means in arms.values():
+        del means["dyck.exact_match"], means["markov.l1"]
+    result = verdict(make_dyck().model_copy(update={"arms": make_measured(arms).arms}))
+    assert result.status == "helped" and result.headline.startswith("In Dyck structural accuracy the stream helped")
+    assert result.sentences[0].startswith("The paper has Dyck structural accuracy 0.5420 for RoPE")
+    assert result.sentences[1].startswith("In α depth r only RoPE + structural stream has a result")
+    assert not any("corrected" in sentence for sentence in result.sentences)
+
+
+def test_other_measurements_without_any_stream_name_the_best() -> None:
+    result = verdict(a_and_b(0.6, 0.5, streams=()))
+    assert result.status == "no stream"
+    assert result.headline.startswith("In x share Other is best, with 0.6000 [0.594, 0.606]; Host follows with 0.5000")
+    assert result.sentences[0].startswith("In Markov L1 Host is best, with 0.5000")
+    assert "but not decidedly: " in verdict(a_and_b(0.5, 0.5001, streams=())).headline
+
+
+def test_our_numbers_stand_beside_those_of_the_paper() -> None:
+    paper = PAPER.model_copy(
+        update={"values": {"host": {"x.share": 0.4, "markov.l1": 0.502}, "other": {"x.share": 0.9}}}
+    )
+    text = " ".join(verdict(a_and_b(0.6, 0.5, reference=paper)).sentences)
+    assert (
+        "The paper has x share 0.4000 for Host (ours, 0.5000 [0.495, 0.505], is higher) and 0.9000 for Other (ours, 0.6000 "
+        "[0.594, 0.606], is lower)." in text
+    )
+    assert "The paper has Markov L1 0.5020 for Host (ours, 0.5000 [0.495, 0.505], agrees within its interval)." in text
+    bare = replace_metric(a_and_b(0.6, 0.5, reference=paper), "other", "x.share", ci95=None)
+    assert "0.9000 for Other (ours, 0.6000, has no interval)" in " ".join(verdict(bare).sentences)
+
+
+def test_an_arm_that_diverged_is_neither_above_nor_below_the_paper() -> None:
+    paper = PAPER.model_copy(update={"values": {"host": {"x.share": 0.4}, "other": {"x.share": 0.9}}})
+    results = a_and_b(0.6, 0.5, reference=paper, compare=False)
+    lost = replace_metric(results, "host", "x.share", mean=math.nan, values=[math.nan] * 3, ci95=None)
+    assert "The paper has x share 0.9000 for Other (" in (text := " ".join(verdict(lost).sentences))
+    assert "for Host (" not in text
+    [host] = [finding for finding in reproduction(lost) if finding.claim.startswith("x share of Host:")]
+    assert (host.here, host.reproduced) == ("NaN", False)
+    vague = replace_metric(results, "other", "x.share", ci95=(math.nan, math.nan))
+    assert "has no interval" in " ".join(verdict(vague).sentences)
+    [other] = [finding for finding in reproduction(vague) if finding.claim.startswith("x share of Other:")]
+    assert other.reproduced is None and "smaller" not in other.here
+
+
+def test_at_most_six_measurements_are_put_into_words() -> None:
+    for count, more in ((7, "The tables hold 1 more measurement."), (9, "The tables hold 3 more measurements.")):
+        means = {f"probe.m{index}": 0.5 for index in range(count)}
+        arms: dict[str, Any] = {"a": ("A", [], means), "b": ("B", ["structural"], {name: 0.6 for name in means})}
+        result = verdict(make_measured(arms))
+        assert sum("the stream helped" in sentence for sentence in result.sentences) == 6 and more in result.sentences
+        assert f"Of {count} measurements, the stream helped in all {count} (probe m0, " in result.headline
+
+
+def test_a_measurement_that_is_lost_is_said() -> None:
+    lost = a_and_b(0.6, 0.5, compare=False)
+    for arm in lost.arms:
+        lost = replace_metric(lost, arm, "markov.l1", mean=math.nan, values=[math.nan] * 3, ci95=None)
+    result = verdict(lost)
+    assert result.headline.startswith("In x share the stream helped")
+    assert "No arm has a finite result in Markov L1." in result.sentences
+
+
+def test_with_conditions_alone_the_last_of_each_group_speaks() -> None:
+    conditions = ("a.b@L64", "a.b@L128", "a.b@d2", "a.b@unseen", "a.b@512", "a.b@1024")
+    arms: dict[str, Any] = {
+        "a": ("A", [], dict.fromkeys(conditions, 0.5)),
+        "b": ("B", ["structural"], dict.fromkeys(conditions, 0.6)),
+    }
+    results = make_measured(arms)
+    assert primary_metrics(results) == ["a.b@L128", "a.b@d2", "a.b@unseen", "a.b@1024"]
+    said = verdict(results).sentences
+    assert [sentence.split(" the stream helped: ")[0] for sentence in said[:4]] == [
+        "At length 128",
+        "At depth 2",
+        "In a b (unseen)",
+        "At 1,024 tokens",
+    ]
+    assert "B has a b 0.6000" in said[0] and "B has 0.6000" in said[2]
+
+
+def test_a_mixed_file_leads_with_perplexity_and_tells_the_rest() -> None:
+    result, alone = (
+        verdict(make_mixed()),
+        verdict(make_results({n: ARMS[n] for n in ("rope", "structural")}, lengths=NEAR_FAR)),
+    )
+    assert result.headline == alone.headline and result.status == alone.status
+    text = " ".join(result.sentences)
+    assert "From 256 to 1,024 tokens perplexity grows" in text and "In LAMBADA accuracy the stream helped" in text
+    assert set(alone.sentences) < set(result.sentences)
+
+
+def test_reproduction_tells_single_orderings_and_values_apart() -> None:
+    outcomes = {finding.claim: finding.reproduced for finding in reproduction(make_dyck())}
+    assert outcomes == {
+        "Dyck structural accuracy: RoPE below RoPE + structural stream at length 64": True,
+        "Dyck structural accuracy of RoPE below NoPE": True,
+        "Dyck structural accuracy of RoPE below RoPE + structural stream": True,
+        "Dyck structural accuracy of NoPE below RoPE + structural stream": True,
+        "Dyck structural accuracy of RoPE: 0.5420": False,
+        "Dyck structural accuracy of NoPE: 0.7760": True,
+        "Dyck structural accuracy of RoPE + structural stream: 0.9260": True,
+        "α depth r of RoPE + structural stream: 0.8660": False,
+    }
+    claims = {"a": {f"x.y@d{depth}": 0.1 for depth in range(5)}, "b": {f"x.y@d{depth}": 0.2 for depth in range(5)}}
+    arms: dict[str, Any] = {
+        "a": ("A", [], {**claims["a"], "x.z@unseen": 0.2}),
+        "b": ("B", [], {**claims["b"], "x.z@unseen": 0.1}),
+    }
+    paper = PAPER.model_copy(
+        update={"values": {name: means | {"x.z@unseen": means["x.y@d0"]} for name, means in claims.items()}}
+    )
+    every, unseen, *_ = reproduction(make_measured(arms, reference=paper))
+    assert (every.claim, every.here) == ("x y: A below B at 5 conditions", "so at 5 of 5")
+    assert unseen.claim == "x z (unseen) of A below B" and unseen.reproduced is False
+
+
+@pytest.mark.parametrize(
+    ("name", "phrase"),
+    [
+        ("dyck.structural_accuracy", "Dyck structural accuracy"),
+        ("dyck.exact_match@L80", "Dyck exact match at length 80"),
+        ("dyck.structural_accuracy@d6", "Dyck structural accuracy at depth 6"),
+        ("json.validity@w4", "JSON validity at width 4"),
+        ("json.field_f1@unseen_keys", "JSON field F1 (unseen keys)"),
+        ("gate.saturation@layer2", "gate saturation at layer 2"),
+        ("lambada.ppl@512", "LAMBADA perplexity at 512 tokens"),
+        ("pg19.ppl", "PG-19 perplexity"),
+        ("growth@40960", "growth of perplexity at 40,960 tokens"),
+        ("x.y@noise0.25", "x y at noise 0.25"),
+    ],
+)
+def test_metrics_are_named_for_a_reader(name: str, phrase: str) -> None:
+    assert metric_phrase(name) == phrase
 
 
 def test_the_tally_counts_better_undecided_and_worse_lengths() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html.parser
 import math
 import re
@@ -9,19 +10,40 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 
-from report_cases import ARMS, make_results
+from report_cases import (
+    ARMS,
+    DYCK,
+    PIXEL,
+    make_dyck,
+    make_measured,
+    make_mixed,
+    make_results,
+    make_text,
+    write_with_pictures,
+)
 
 from keel.errors import KeelError
 from keel.evaluation.results import Curve, Metric, Results, write_results
-from keel.report import write_docs_page, write_report
+from keel.report import keep_results, write_docs_page, write_report
 from keel.report.drawing import DARK, LIGHT, looks_of
-from keel.report.figures import _limits, _Line, _log_ticks, _spaced, _spread, draw_all
-from keel.report.tables import against_table, comparison_tables, cost_table, family_table
+from keel.report.figures import draw_all
+from keel.report.metrics import groups_of, metric_phrase, quantity_phrase
+from keel.report.painting import Line, extent_of, limits_of, log_ticks, spaced, spread
+from keel.report.tables import (
+    against_table,
+    beside_paper_table,
+    comparison_tables,
+    cost_table,
+    group_table,
+    single_table,
+)
+from keel.report.text import capitalised
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "xlink:href", "background", "cite"}
 
@@ -175,7 +197,11 @@ def test_sparse_results_still_give_a_page(tmp_path: Path) -> None:
     accuracy = Metric(values=[0.5], mean=0.5, ci95=None, unit="share", higher_is_better=True)
     data["arms"]["rope"] |= {"metrics": {"accuracy": accuracy.model_dump()}, "curves": {}, "train_tokens_per_s": None}
     text = page_of(Results.model_validate(data), tmp_path)
-    assert "accuracy (share)" in text and "In accuracy RoPE is best" in text and "not in a checkout" in text
+    assert (
+        "accuracy (share)" in text
+        and "In accuracy only RoPE has a result: 0.5000." in text
+        and "not in a checkout" in text
+    )
     data["arms"]["rope"]["metrics"] = {}
     assert "no arm has a finite result" in page_of(Results.model_validate(data), tmp_path)
 
@@ -207,12 +233,13 @@ def test_missing_seeds_of_a_curve_are_left_out(tmp_path: Path) -> None:
 
 
 def test_tables_mark_the_best_and_what_is_not_apart_from_it(usual: Results) -> None:
-    table = family_table(usual, "ppl")
+    table = group_table(usual, groups_of(usual)[0])
     best = [row.label for row in table.rows if row.arm and row.cells[-1].best]
     assert best == ["Window + structural stream"]
     assert [row.label for row in table.rows if row.arm is None] == ["paper", "paper", "fusion (paper only)"]
     same: dict[str, Any] = {"a": ("A", [], None, 4.7, 0.0), "b": ("B", ["structural"], None, 4.7, 0.0)}
-    rows = family_table(make_results(same, lengths=(256, 512), noise=0.05), "ppl").rows
+    close = make_results(same, lengths=(256, 512), noise=0.05)
+    rows = group_table(close, groups_of(close)[0]).rows
     assert sorted((cell.best, cell.tied) for row in rows if row.arm for cell in row.cells[:1]) == [
         (False, True),
         (True, False),
@@ -262,6 +289,129 @@ def test_several_results_share_a_page(tmp_path: Path) -> None:
         write_report([first, first], tmp_path / "out")
 
 
+OTHERS = {"dyck": (make_dyck, 8), "text": (make_text, 6), "mixed": (make_mixed, 9)}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_page_of_other_measurements_is_whole(tmp_path: Path, case: str) -> None:
+    results, num_figures = OTHERS[case][0](), OTHERS[case][1]
+    text = page_of(results, tmp_path)
+    page = Page(text)
+    assert page.loads == [] and page.arms == set(results.arms) and "img" not in page.tags
+    assert len(page.ids) == len(set(page.ids)) and text.count('<figure role="group"') == num_figures
+    files = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert len(files) == 2 * num_figures and all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in files)
+    for metric in {name for arm in results.arms.values() for name in arm.metrics}:
+        column = metric_phrase(metric) if "@" not in metric else quantity_phrase(metric.partition("@")[0])
+        assert capitalised(column) in text or column in text, metric
+
+
+def test_single_metrics_show_units_direction_the_best_and_the_paper() -> None:
+    results = make_dyck()
+    table = single_table(results)
+    assert table is not None
+    assert table.columns[::2] == ["Dyck structural accuracy (share) ↑", "Markov L1 ↓"]
+    rows = {row.label: row.cells for row in table.rows if row.arm}
+    assert rows["RoPE + structural stream"][0].best and rows["NoPE"][2].best  # the higher accuracy, the lower L1
+    assert rows["NoPE"][1].text == "0.3000" and not rows["NoPE"][1].tied
+    assert not rows["RoPE + structural stream"][3].best  # nothing to be better than
+    printed = [(row.label, row.cells[0].text) for row in table.rows if row.arm is None]
+    assert printed == [("paper", "0.5420"), ("paper", "0.7760"), ("paper", "0.9260"), ("fusion (paper only)", "0.9100")]
+
+
+def test_each_group_of_conditions_has_a_table_with_what_they_count() -> None:
+    results = make_dyck()
+    tables = {group.title: group_table(results, group) for group in groups_of(results)}
+    shape = {title: (table.corner, table.columns) for title, table in tables.items()}
+    assert shape == {
+        "Dyck structural accuracy by length": ("length", ["64", "80", "100"]),
+        "Dyck structural accuracy by depth": ("depth", ["3", "4", "5", "6", "7", "8"]),
+        "Dyck exact match by length": ("length", ["64", "80", "100"]),
+        "JSON field F1 by condition": ("condition", ["seen", "unseen"]),
+        "gate saturation by layer": ("layer", ["1", "2", "3", "4"]),
+    }
+    assert tables["gate saturation by layer"].note == "Share; lower is better."
+    assert [row.arm for row in tables["gate saturation by layer"].rows] == ["structural"]
+
+
+def test_conditions_are_sorted_by_their_number_and_unknown_kinds_name_themselves() -> None:
+    measured: Any = {"a": ("A", [], {"x.y@head10": 0.1, "x.y@head9": 0.2, "x.y": 0.3, "x.y@t0.5": 0.1})}
+    [heads, others] = groups_of(make_measured(measured))
+    assert (heads.columns, heads.axis, heads.metrics) == (["9", "10"], "head", ["x.y@head9", "x.y@head10"])
+    assert (others.columns, others.axis) == (["0.5"], "t")
+
+
+def test_ours_stand_beside_theirs_wherever_the_paper_printed_something() -> None:
+    results = make_dyck()
+    single = single_table(results)
+    assert single is not None
+    beside = beside_paper_table(results, single)
+    assert beside is not None and beside.columns[:2] == ["RoPE, ours", "RoPE, theirs"]
+    assert beside.columns[-1] == "fusion, theirs" and "Learned positions, ours" not in beside.columns
+    assert [cell.text for cell in beside.rows[0].cells] == [
+        *("0.5500", "0.5420", "0.7800", "0.7760", "0.9200", "0.9260", "0.9100")
+    ]
+    lengths, depths = (group_table(results, group) for group in groups_of(results)[:2])
+    assert beside_paper_table(results, lengths) is not None and beside_paper_table(results, depths) is None
+    assert beside_paper_table(make_dyck(reference=None), single) is None
+
+
+def test_a_share_is_drawn_as_it_is_however_far_arms_are_apart() -> None:
+    low, high = (Line(arm="a", label="a", x=[1, 2], y=y, low=y, high=y) for y in ([0.02, 0.01], [0.9, 0.8]))
+    assert extent_of([low, high]) == (0.01, 0.9) and limits_of([low, high])[1] < 0.1
+    assert extent_of([Line(arm="a", label="a", x=[1], y=[0.0], low=[0.0], high=[0.0])]) == (-0.05, 0.05)
+    measured = {name: (label, streams, dict(means)) for name, (label, streams, means) in DYCK.items()}
+    measured["rope"][2]["dyck.exact_match"] = 0.001
+    figures = {drawing.name: drawing for drawing in draw_all(make_measured(measured), "x")}
+    assert "RoPE 0.0010" in figures["dyck-exact-match"].alt
+    assert "Not drawn" not in figures["gate-saturation-by-layer"].caption
+
+
+def test_pictures_of_probes_are_inside_the_page(tmp_path: Path) -> None:
+    text = write_report([write_with_pictures(small(), tmp_path)], tmp_path / "out").read_text(encoding="utf-8")
+    sources = re.findall(r'<img src="data:image/([a-z+]+);base64,([^"]+)" alt="([^"]+)">', text)
+    assert [(kind, alt) for kind, _, alt in sources] == [("png", "Gate over depth"), ("svg+xml", "Heads")]
+    assert base64.b64decode(sources[0][1]) == PIXEL and "A heat map." in text
+    assert all(load.startswith("img src=data:") for load in Page(text).loads)
+    assert "img-src data:" in text  # else the page's own policy would keep them out
+    (tmp_path / "figures" / "heads.svg").unlink()
+    with pytest.raises(KeelError, match=r"heads\.svg: cannot be read .* lists it under figures"):
+        write_report([tmp_path / "results.json"], tmp_path / "out")
+
+
+def test_pictures_are_kept_beside_the_results_that_a_docs_page_is_made_of(tmp_path: Path) -> None:
+    source, kept = write_with_pictures(small(), tmp_path / "run"), tmp_path / "docs" / "data" / "p" / "one.small.json"
+    keep_results(source, kept)
+    again = kept.read_bytes()
+    keep_results(kept, kept)  # a page written again from what is kept
+    assert kept.read_bytes() == again and (kept.parent / "one.small" / "figures" / "alpha map.png").is_file()
+    text = write_docs_page([kept], tmp_path / "docs" / "p.md").read_text(encoding="utf-8")
+    assert (
+        "![Gate over depth](data/p/one.small/figures/alpha%20map.png)" in text
+        and "*Gate over depth. A heat map.*" in text
+    )
+    assert not list((tmp_path / "docs" / "figures").glob("*alpha*"))
+    # Results that do not travel with the page: their pictures are copied to it.
+    text = write_docs_page([source], tmp_path / "docs" / "q.md").read_text(encoding="utf-8")
+    [name] = re.findall(r"!\[Gate over depth\]\(([^)]+)\)", text)
+    assert name == "figures/s_former-wikitext103_extrapolation.small.alpha%20map.png"
+    assert (tmp_path / "docs" / unquote(name)).read_bytes() == PIXEL
+
+
+def test_a_docs_page_of_several_recipes_begins_with_links_to_them(tmp_path: Path) -> None:
+    files = [write_results(results, tmp_path / f"{i}.json") for i, results in enumerate((make_dyck(), make_text()))]
+    text = write_docs_page(files, tmp_path / "s_former.md").read_text(encoding="utf-8")
+    assert (
+        "- [Does a structural stream follow brackets?](#s_former-dyck-small)\n- [Next words](#s_former-text-small)"
+        in text
+    )
+    assert text.index('<a id="s_former-dyck-small"></a>') < text.index('<a id="s_former-text-small"></a>')
+    assert "### Measurements, ours beside theirs" in text and "### Dyck structural accuracy by depth" in text
+    assert (
+        "- α depth r of RoPE + structural stream: 0.8660. Here: 0.8500" in text.split("### What did not reproduce")[1]
+    )
+
+
 def test_bad_input_is_told(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="no results file given"):
         write_report([], tmp_path)
@@ -273,14 +423,14 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 
 
 def test_labels_are_moved_apart_and_stay_inside() -> None:
-    placed = _spaced([0.5, 0.5, 0.51, 0.99, 1.0, 0.0], gap=0.1)
+    placed = spaced([0.5, 0.5, 0.51, 0.99, 1.0, 0.0], gap=0.1)
     assert all(b - a >= 0.1 - 1e-9 for a, b in zip(sorted(placed), sorted(placed)[1:], strict=False))
     assert min(placed) >= 0 and max(placed) <= 1 and placed[5] == min(placed)
 
 
 def test_axes_choose_readable_ticks_and_leave_outliers_out() -> None:
-    assert _spread([256, 512, 1024, 2194, 38912, 40960], 4)[0] == 256 and _spread([256, 40960], 8) == [256, 40960]
-    assert _log_ticks(80, 320) == [100, 150, 200, 300] and len(_log_ticks(99.0, 101.0)) >= 2
-    usual, wild = (_Line(arm="a", label="a", x=[1, 2], y=y, low=y, high=y) for y in ([80.0, 100.0], [90.0, 1e9]))
-    assert _limits([usual], math.inf) == (80.0, 100.0)
-    assert _limits([usual, wild], math.inf)[1] < 200
+    assert spread([256, 512, 1024, 2194, 38912, 40960], 4)[0] == 256 and spread([256, 40960], 8) == [256, 40960]
+    assert log_ticks(80, 320) == [100, 150, 200, 300] and len(log_ticks(99.0, 101.0)) >= 2
+    usual, wild = (Line(arm="a", label="a", x=[1, 2], y=y, low=y, high=y) for y in ([80.0, 100.0], [90.0, 1e9]))
+    assert limits_of([usual], math.inf) == (80.0, 100.0)
+    assert limits_of([usual, wild], math.inf)[1] < 200

@@ -49,6 +49,7 @@ def valid() -> dict[str, Any]:
             {"metric": "ppl@256", "arm": "window", "baseline": "rope", "difference": -1.0, "ci95": [-2, 0], "p": 0.1}
         ],
         "reference": {"paper": "P", "table": "Table 2", "note": "", "values": {"fusion": {"ppl@256": 29.87}}},
+        "figures": [{"file": "figures/heads.png", "title": "Heads"}],
     }
 
 
@@ -104,6 +105,10 @@ def put(path: str, value: Any):
         (put("arms/rope/curves/loss/y", 1), "valid: values, x, x_label"),
         (put("comparisons/0/pp", 1), "valid: arm, baseline, ci95"),
         (put("reference/papr", 1), "did you mean 'paper'"),
+        (put("figures/0/titel", 1), "field figures.0.titel: unknown; did you mean 'title'"),
+        (put("figures/0/file", "../heads.png"), "field figures.0.file: expected the path of a .png or .svg file below"),
+        (put("figures/0/file", "/tmp/heads.png"), "expected the path of a .png or .svg file below"),
+        (put("figures/0/file", "figures/heads.pdf"), "expected the path of a .png or .svg file below"),
         (lambda data: data["arms"]["rope"].pop("label"), "field arms.rope.label: missing; give it a value"),
         (put("arms/rope/metrics/ppl@256/mean", "high"), "metrics.ppl@256.mean: expected a number or one of NaN"),
         (put("arms/rope/metrics/ppl@256/mean", True), "expected a number"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -119,6 +119,21 @@ class Reference(_Model):
     values: dict[Name, dict[Name, Number]]
 
 
+def _inside(file: str) -> str:
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or path.suffix not in (".png", ".svg"):
+        raise ValueError("expected the path of a .png or .svg file below the folder of the results file")
+    return file
+
+
+class Picture(_Model):
+    """A figure that a probe drew itself, such as a heat map; it lies beside the results file."""
+
+    file: Annotated[str, AfterValidator(_inside)]
+    title: Name
+    caption: str = ""
+
+
 class Provenance(_Model):
     """Where the numbers come from."""
 
@@ -142,6 +157,7 @@ class Results(_Model):
     arms: Annotated[dict[Name, Arm], Field(min_length=1)]
     comparisons: list[Comparison] = []
     reference: Reference | None = None
+    figures: list[Picture] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> Results:
@@ -179,6 +195,7 @@ MODELS: dict[tuple[str, ...], type[_Model]] = {
     ("arms", "curves"): Curve,
     ("comparisons",): Comparison,
     ("reference",): Reference,
+    ("figures",): Picture,
 }
 """Each model by where it stands in the file, the names of arms, metrics and curves left out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keel.report.docs import write_docs_page
+from keel.report.docs import keep_results, write_docs_page
 from keel.report.page import write_report
 
-__all__ = ["write_docs_page", "write_report"]
+__all__ = ["keep_results", "write_docs_page", "write_report"]

@@ -6,9 +6,11 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
+from keel.evaluation.results import Picture, read_results, write_results
 from keel.files import write_atomically
-from keel.report.page import Section, load_sections
+from keel.report.page import Section, load_sections, read_picture
 from keel.report.reproduction import Finding
 from keel.report.tables import Cell, Table, beside_paper_table
 
@@ -26,10 +28,31 @@ def write_docs_page(results: list[Path], page: Path) -> Path:
         for figure in section.figures:
             figure.write(page.parent / "figures", section.slug)
     parts = [f"# {_title(sections)}\n", f"{_GENERATED}\n"]
+    several = len(sections) > 1
+    if several:
+        parts += ["\n".join(f"- [{_escape(s.results.title)}](#{_anchor(s)})" for s in sections) + "\n"]
     for section, path in zip(sections, results, strict=True):
-        parts += _section_parts(section, _link(path, page))
+        parts += [f'<a id="{_anchor(section)}"></a>\n'] if several else []
+        parts += _section_parts(section, path, page)
     write_atomically(page, ("\n".join(parts).rstrip() + "\n").encode())
     return page
+
+
+def keep_results(source: Path, kept: Path) -> None:
+    """Copy a results file, and the pictures that it lists into a folder that is called as the copy is.
+
+    Args:
+        source: the results file.
+        kept: the copy, such as `docs/results/data/s_former/dyck.small.json`; its pictures go into `dyck.small/` beside it.
+    Raises: KeelError for a bad results file, a picture that is missing, or a folder that cannot be written.
+    """
+    results = read_results(source)
+    if source.resolve() == kept.resolve():
+        return
+    pictures = [picture.model_copy(update={"file": f"{kept.stem}/{picture.file}"}) for picture in results.figures]
+    for old, new in zip(results.figures, pictures, strict=True):
+        write_atomically(kept.parent / new.file, read_picture(old, source.parent))
+    write_results(results.model_copy(update={"figures": pictures}), kept)
 
 
 _GENERATED = "<!-- Written by `keel report DIR… --docs` from results files. Do not edit: run it again. -->"
@@ -40,15 +63,34 @@ def _title(sections: list[Section]) -> str:
     return _escape(papers[0] if papers else sections[0].results.title)
 
 
+def _anchor(section: Section) -> str:
+    return section.slug.replace(".", "-")
+
+
 def _link(path: Path, page: Path) -> str:
     """Return a link to the data where it travels with the page, else only its name."""
-    relative = Path(os.path.relpath(path.resolve(), page.parent.resolve())).as_posix()
+    relative = _relative(path, page)
     return f"`{path.name}`" if relative.startswith("..") else f"[`{relative}`]({relative})"
 
 
-def _section_parts(section: Section, data: str) -> list[str]:
+def _relative(path: Path, page: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), page.parent.resolve())).as_posix()
+
+
+def _place(section: Section, picture: Picture, page: Path) -> str:
+    """Return where a page finds a picture: where it lies, if that travels with the page, else a copy in `figures/`."""
+    content = read_picture(picture, section.folder)
+    relative = _relative(section.folder / picture.file, page)
+    if relative.startswith(".."):
+        relative = f"figures/{section.slug}.{Path(picture.file).name}"
+        write_atomically(page.parent / relative, content)
+    return quote(relative)
+
+
+def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
     results = section.results
-    parts = [f"## {_escape(results.title)}\n", f"`{results.recipe}`, scale `{results.scale}`; data: {data}.\n"]
+    parts = [f"## {_escape(results.title)}\n"]
+    parts += [f"`{results.recipe}`, scale `{results.scale}`; data: {_link(path, page)}.\n"]
     parts += [f"**{_escape(section.verdict.headline)}**\n"]
     parts += ["\n".join(f"- {_escape(sentence)}" for sentence in section.verdict.sentences) + "\n"]
     for figure in section.figures:
@@ -56,11 +98,15 @@ def _section_parts(section: Section, data: str) -> list[str]:
             f"![{_escape(figure.alt)}](figures/{section.slug}.{figure.name}.svg)\n",
             f"*{_escape(figure.caption)}*\n",
         ]
-    beside = beside_paper_table(results)
-    tables = [*section.main, *section.more] + ([section.against] if section.against else [])
-    parts += _table_parts(beside) if beside else []
-    for table in tables:
-        parts += _table_parts(_without_paper(table) if beside else table)
+    for picture in results.figures:
+        parts += [f"![{_escape(picture.title)}]({_place(section, picture, page)})\n"]
+        parts += [f"*{_escape(' '.join([picture.title + '.', picture.caption]).strip())}*\n"]
+    tables = [*section.main, *section.more]
+    besides = [beside_paper_table(results, table) for table in tables]
+    for beside, table in zip(besides, tables, strict=True):
+        parts += _table_parts(beside) if beside else []
+        parts += _table_parts(_without_paper(table) if any(besides) else table)
+    parts += _table_parts(section.against) if section.against else []
     parts += _reproduction_parts(section.findings)
     parts += _table_parts(section.comparisons) if section.comparisons.rows else []
     parts += _table_parts(section.cost)
@@ -104,7 +150,7 @@ def _reproduction_parts(findings: list[Finding]) -> list[str]:
         (
             "What did not reproduce",
             False,
-            "Nothing that was compared: every ordering and growth is as the paper has it or undecided.",
+            "Nothing that was compared: every ordering, growth and value is as the paper has it or undecided.",
         ),
         ("What stayed undecided", None, ""),
         ("What reproduced", True, "Nothing that was compared."),

@@ -159,7 +159,7 @@ def _figure(
 ) -> Figure:
     width = 3.6 if narrow else 7.6
     figure = Figure(figsize=(width, height), facecolor="none")
-    names = (0.02 if labels_left else 0.05) if narrow else min(0.3, (label_width * 0.66 * 8.5 + 18) / 72 / width)
+    names = (0.06 if labels_left else 0.05) if narrow else min(0.3, (label_width * 0.66 * 8.5 + 18) / 72 / width)
     left, right = (names, 1 - 0.62 / width) if labels_left else (0.58 / width, 1 - names)
     bottom = 0.3 if labels_left else 0.52
     axes = figure.add_axes((left, bottom / height, right - left, 1 - (bottom + 0.1) / height))

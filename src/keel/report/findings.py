@@ -1,4 +1,4 @@
-"""What the numbers of one results file say: contrasts, the verdict and the sentences around it.
+"""What the numbers of one results file say in words: the verdict, and the sentences around it.
 
 Everything that a report claims in words is computed here, so that the page and the documentation cannot disagree.
 """
@@ -9,31 +9,33 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.evaluation.results import Arm, Metric, Results
-from keel.report.text import interval, joined, metric_phrase, number, probability, split_metric
+from keel.evaluation.results import Results
+from keel.report.contrasts import (
+    Contrast,
+    contrast,
+    evidence,
+    label_of,
+    mean_of,
+    measured,
+    ranking,
+    reference_value,
+)
+from keel.report.metrics import (
+    condition_phrase,
+    is_extrapolation,
+    lengths_of,
+    metric_phrase,
+    primary_metrics,
+    quantity_phrase,
+    split_metric,
+)
+from keel.report.text import capitalised, joined, number
 
 FEW_DOCUMENTS = 20
 """Below so many documents a percentile bootstrap is visibly too narrow, and the report says so."""
-Status = Literal["helped", "undecided", "did not help", "no stream"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contrast:
-    """One arm against another in one metric.
-
-    `ahead` is True where the arm is better, None where that cannot be said. `decided` is True where the interval of the
-    paired difference excludes zero or, without a paired comparison, where the two intervals are apart.
-    """
-
-    metric: str
-    arm: str
-    baseline: str
-    difference: float
-    ci95: tuple[float, float] | None
-    p: float | None
-    paired: bool
-    ahead: bool | None
-    decided: bool
+_MOST_OUTCOMES = 6
+"""So many measurements are put into words; the tables hold all."""
+Status = Literal["helped", "undecided", "did not help", "mixed", "no stream"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,169 +47,118 @@ class Verdict:
     sentences: list[str]
 
 
-def lengths_of(results: Results, family: str) -> list[int]:
-    """Return every length at which some arm measured this family, ascending."""
-    parts = [split_metric(name) for arm in results.arms.values() for name in arm.metrics]
-    return sorted({part[1] for part in parts if part and part[0] == family})
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one metric says: `result` is the best arm with a stream against the best without, None where one is missing."""
 
-
-def families_of(results: Results) -> list[str]:
-    """Return the families that are measured at lengths, in the order in which they first appear."""
-    parts = [split_metric(name) for arm in results.arms.values() for name in arm.metrics]
-    return list(dict.fromkeys(part[0] for part in parts if part))
-
-
-def single_metrics(results: Results) -> list[str]:
-    """Return the metrics that are not measured at lengths, in the order in which they first appear."""
-    names = [name for arm in results.arms.values() for name in arm.metrics if split_metric(name) is None]
-    return list(dict.fromkeys(names))
-
-
-def primary_metric(results: Results) -> str | None:
-    """Return the metric of the verdict: perplexity at the greatest length, else the first metric, None without any."""
-    if lengths := lengths_of(results, "ppl"):
-        return f"ppl@{lengths[-1]}"
-    return next((name for arm in results.arms.values() for name in arm.metrics), None)
-
-
-def ranking(results: Results, metric: str, *, streams: bool | None = None) -> list[str]:
-    """Return the arms that measured a metric, best first; `streams` keeps only those with (True) or without (False)."""
-    measured: list[tuple[float, str]] = []
-    for name, arm in results.arms.items():
-        value = mean_of(arm, metric)
-        if value is not None and not math.isnan(value) and streams in (None, bool(arm.streams)):
-            measured.append((-value if arm.metrics[metric].higher_is_better else value, name))
-    return [name for _, name in sorted(measured, key=lambda pair: pair[0])]
-
-
-def mean_of(arm: Arm, metric: str) -> float | None:
-    """Return the mean of a metric, None where the arm has none."""
-    return arm.metrics[metric].mean if metric in arm.metrics else None
-
-
-def contrast(results: Results, metric: str, arm: str, baseline: str) -> Contrast:
-    """Compare two arms in one metric, by their paired comparison if the file has it, else by their intervals."""
-    ours, theirs = results.arms[arm].metrics.get(metric), results.arms[baseline].metrics.get(metric)
-    difference, ci95, p, paired = _paired(results, metric, arm, baseline)
-    if not paired and ours is not None and theirs is not None and ours.mean is not None and theirs.mean is not None:
-        difference = ours.mean - theirs.mean
-    ahead: bool | None = None
-    if ours is not None and not math.isnan(difference) and difference != 0:
-        ahead = (difference > 0) == ours.higher_is_better
-    decided = ahead is not None and (_excludes_zero(ci95) if paired else _apart(ours, theirs))
-    return Contrast(
-        metric=metric,
-        arm=arm,
-        baseline=baseline,
-        difference=difference,
-        ci95=ci95,
-        p=p,
-        paired=paired,
-        ahead=ahead,
-        decided=decided,
-    )
+    metric: str
+    status: Status
+    sentence: str
+    result: Contrast | None
 
 
 def verdict(results: Results) -> Verdict:
-    """Say in one sentence whether the stream helped, then what a reader must know beside it."""
-    metric = primary_metric(results)
-    if metric is None or not ranking(results, metric):
+    """Say in one sentence whether the stream helped, then what a reader must know beside it.
+
+    Perplexity at the greatest length decides where it was measured over lengths; else the headline counts in how many of
+    the primary metrics the stream helped, or gives the outcome of the only one that can be compared.
+    """
+    metrics = primary_metrics(results)
+    outcomes = [_outcome(results, metric) for metric in metrics if ranking(results, metric)]
+    if not outcomes:
         return Verdict(status="undecided", headline="Undecided: no arm has a finite result.", sentences=[])
-    with_stream, without = ranking(results, metric, streams=True), ranking(results, metric, streams=False)
-    if not with_stream or not without:
-        return Verdict(
-            status="no stream" if not any(arm.streams for arm in results.arms.values()) else "undecided",
-            headline=_best_sentence(results, metric),
-            sentences=_cautions(results),
-        )
-    result = contrast(results, metric, with_stream[0], without[0])
-    status: Status = "undecided" if not result.decided else "helped" if result.ahead else "did not help"
-    sentences = _length_sentences(results, with_stream[0]) + _growth_sentences(results) + _training_sentences(results)
+    compared = [outcome for outcome in outcomes if outcome.result is not None]
+    over_lengths = is_extrapolation(outcomes[0].metric)
+    lead = outcomes[0] if over_lengths or not compared else compared[0]
+    summary = len(compared) > 1 and not over_lengths
+    sentences = _extrapolation_sentences(results, lead.result) if over_lengths else []
+    sentences += _outcome_sentences(results, outcomes, None if summary else lead)
+    lost = [metric_phrase(metric) for metric in metrics if not ranking(results, metric)]
+    sentences += [f"No arm has a finite result in {joined(lost)}."] if lost else []
+    if lead.result is not None:
+        sentences += _training_sentences(results) + _parameter_sentences(results, lead.result.arm, lead.result.baseline)
     return Verdict(
-        status=status,
-        headline=_headline(results, status, result),
-        sentences=sentences + _parameter_sentences(results, with_stream[0], without[0]) + _cautions(results),
+        status=_common_status(compared) if summary else lead.status,
+        headline=_summary(compared) if summary else lead.sentence,
+        sentences=sentences + _cautions(results, several=len(compared) > 1),
     )
 
 
-def tally(results: Results, family: str, arm: str, baseline: str) -> tuple[int, int, int]:
-    """Count the lengths at which an arm is decidedly better, undecided, and decidedly worse than another."""
-    better = worse = undecided = 0
-    for length in lengths_of(results, family):
-        result = contrast(results, f"{family}@{length}", arm, baseline)
-        better += bool(result.decided and result.ahead)
-        worse += bool(result.decided and not result.ahead)
-        undecided += not result.decided
-    return better, undecided, worse
+def _outcome(results: Results, metric: str) -> Outcome:
+    with_stream, without = ranking(results, metric, streams=True), ranking(results, metric, streams=False)
+    if not with_stream or not without:
+        any_stream = any(arm.streams for arm in results.arms.values())
+        status: Status = "undecided" if any_stream else "no stream"
+        return Outcome(metric=metric, status=status, sentence=_best_sentence(results, metric), result=None)
+    result = contrast(results, metric, with_stream[0], without[0])
+    status = "undecided" if not result.decided else "helped" if result.ahead else "did not help"
+    return Outcome(metric=metric, status=status, sentence=_contrast_sentence(results, status, result), result=result)
 
 
-def reference_value(results: Results, arm: str, metric: str) -> float | None:
-    """Return what the paper printed; a growth that it did not print is taken from its perplexities."""
-    if results.reference is None or arm not in results.reference.values:
-        return None
-    printed = results.reference.values[arm]
-    parts = split_metric(metric)
-    if metric in printed or parts is None or parts[0] != "growth":
-        return printed.get(metric)
-    lengths = lengths_of(results, "ppl")
-    far, near = printed.get(f"ppl@{parts[1]}"), printed.get(f"ppl@{lengths[0]}") if lengths else None
-    return far / near if far is not None and near else None
+def _summary(compared: list[Outcome]) -> str:
+    """Count the measurements in which the stream helped, did not help, and that are undecided."""
+    parts = []
+    for status, words in (
+        ("helped", "helped in {}"),
+        ("did not help", "did not help in {}"),
+        ("undecided", "left {} undecided"),
+    ):
+        names = [metric_phrase(outcome.metric) for outcome in compared if outcome.status == status]
+        if names:
+            how_many = f"all {len(names)}" if len(names) == len(compared) else str(len(names))
+            parts.append(f"{words.format(how_many)} ({joined(names)})")
+    return f"Of {len(compared)} measurements, the stream {joined(parts)}."
 
 
-def _paired(
-    results: Results, metric: str, arm: str, baseline: str
-) -> tuple[float, tuple[float, float] | None, float | None, bool]:
-    for given in results.comparisons:
-        if given.metric != metric or given.difference is None or given.ci95 is None:
+def _common_status(compared: list[Outcome]) -> Status:
+    statuses = {outcome.status for outcome in compared}
+    return statuses.pop() if len(statuses) == 1 else "mixed"
+
+
+def _outcome_sentences(results: Results, outcomes: list[Outcome], headline: Outcome | None) -> list[str]:
+    """Put each metric into words, with the paper's values behind it; the headline has already said its own."""
+    sentences = []
+    for outcome in outcomes[:_MOST_OUTCOMES]:
+        words = [] if outcome is headline else [outcome.sentence]
+        if not is_extrapolation(outcome.metric):
+            words += _paper_sentences(results, outcome.metric)
+        sentences += [" ".join(words)] if words else []
+    left = len(outcomes) - _MOST_OUTCOMES
+    return sentences + ([f"The tables hold {left} more measurement{'s' * (left > 1)}."] if left > 0 else [])
+
+
+def _paper_sentences(results: Results, metric: str) -> list[str]:
+    """Set our numbers beside those that the paper printed for the same arms; empty where it printed none."""
+    parts = []
+    for name, arm in results.arms.items():
+        printed, ours = reference_value(results, name, metric), mean_of(arm, metric)
+        if printed is None or ours is None or math.isnan(ours):
             continue
-        if math.isnan(given.difference) or any(math.isnan(bound) for bound in given.ci95):
-            continue
-        if (given.arm, given.baseline) == (arm, baseline):
-            return given.difference, given.ci95, given.p, True
-        if (given.baseline, given.arm) == (arm, baseline):
-            return -given.difference, (-given.ci95[1], -given.ci95[0]), given.p, True
-    return math.nan, None, None, False
-
-
-def _excludes_zero(ci95: tuple[float, float] | None) -> bool:
-    return ci95 is not None and not ci95[0] <= 0 <= ci95[1]
-
-
-def _apart(ours: Metric | None, theirs: Metric | None) -> bool:
-    if ours is None or theirs is None or ours.ci95 is None or theirs.ci95 is None:
-        return False
-    return ours.ci95[1] < theirs.ci95[0] or theirs.ci95[1] < ours.ci95[0]
-
-
-def measured(results: Results, arm: str, metric: str) -> str:
-    """Write the mean of a metric and its interval."""
-    entry = results.arms[arm].metrics[metric]
-    return f"{number(entry.mean)} {interval(entry.ci95, like=entry.mean)}".strip()
-
-
-def label_of(results: Results, arm: str) -> str:
-    """Return the name that a reader sees."""
-    return results.arms[arm].label
-
-
-def evidence(result: Contrast) -> str:
-    """Say in words what a contrast rests on."""
-    if result.paired:
-        size = f"{number(result.difference, signed=True)} {interval(result.ci95, like=result.difference, signed=True)}"
-        return f"paired difference {size}" + (f", p = {probability(result.p)}" if result.p is not None else "")
-    return "their 95 % intervals are apart" if result.decided else "their 95 % intervals overlap or are missing"
+        ci95 = arm.metrics[metric].ci95
+        relation = "is lower" if ours < printed else "is higher"
+        if ci95 is None or any(math.isnan(bound) for bound in ci95):
+            relation = "has no interval"
+        elif ci95[0] <= printed <= ci95[1]:
+            relation = "agrees within its interval"
+        parts.append(f"{number(printed)} for {arm.label} (ours, {measured(results, name, metric)}, {relation})")
+    return [f"The paper has {metric_phrase(metric)} {joined(parts)}."] if parts else []
 
 
 def _where(metric: str) -> tuple[str, str]:
-    """Split the words for a metric: ("At 4,096 tokens", "perplexity"), or ("In accuracy", "accuracy")."""
-    phrase = metric_phrase(metric)
-    if split_metric(metric) is None:
-        return f"In {phrase}", phrase
-    quantity, length = phrase.rsplit(" at ", 1)
-    return f"At {length}", quantity
+    """Return how a sentence begins and what its numbers are: ("At 4,096 tokens", "perplexity "), or ("In accuracy", "").
+
+    The second ends in a space unless it is empty.
+    """
+    quantity, condition = split_metric(metric)
+    place = condition_phrase(condition)
+    return (
+        (capitalised(place), f"{quantity_phrase(quantity)} ")
+        if place.startswith("at ")
+        else (f"In {metric_phrase(metric)}", "")
+    )
 
 
-def _headline(results: Results, status: Status, result: Contrast) -> str:
+def _contrast_sentence(results: Results, status: Status, result: Contrast) -> str:
     where, quantity = _where(result.metric)
     best, peer = label_of(results, result.arm), label_of(results, result.baseline)
     ours, theirs = (
@@ -217,16 +168,16 @@ def _headline(results: Results, status: Status, result: Contrast) -> str:
     because = evidence(result)
     if status == "undecided":
         return (
-            f"{where} it is undecided whether the stream helped: {best} has {quantity} {ours}; {peer}, the best "
+            f"{where} it is undecided whether the stream helped: {best} has {quantity}{ours}; {peer}, the best "
             f"without a stream, {theirs} ({because})."
         )
     if status == "helped":
         return (
-            f"{where} the stream helped: {best} has {quantity} {ours}, against {theirs} for {peer}, the best without a "
+            f"{where} the stream helped: {best} has {quantity}{ours}, against {theirs} for {peer}, the best without a "
             f"stream ({because})."
         )
     return (
-        f"{where} the stream did not help: {peer}, without a stream, has {quantity} {theirs}, against {ours} for "
+        f"{where} the stream did not help: {peer}, without a stream, has {quantity}{theirs}, against {ours} for "
         f"{best}, the best with one ({because})."
     )
 
@@ -234,12 +185,17 @@ def _headline(results: Results, status: Status, result: Contrast) -> str:
 def _best_sentence(results: Results, metric: str) -> str:
     order = ranking(results, metric)
     where, quantity = _where(metric)
-    best = f"{where} {label_of(results, order[0])} is best, with {quantity} {measured(results, order[0], metric)}"
+    ours = f"{quantity}{measured(results, order[0], metric)}"
     if len(order) == 1:
-        return f"{best}; no other arm has a finite result."
+        return f"{where} only {label_of(results, order[0])} has a result: {ours}."
+    best = f"{where} {label_of(results, order[0])} is best, with {ours}"
     result = contrast(results, metric, order[0], order[1])
     second = f"{label_of(results, order[1])} follows with {measured(results, order[1], metric)} ({evidence(result)})"
     return f"{best}; {second}." if result.decided else f"{best}, but not decidedly: {second}."
+
+
+def _extrapolation_sentences(results: Results, result: Contrast | None) -> list[str]:
+    return [] if result is None else _length_sentences(results, result.arm) + _growth_sentences(results)
 
 
 def _length_sentences(results: Results, arm: str) -> list[str]:
@@ -334,9 +290,13 @@ def _parameter_sentences(results: Results, arm: str, peer: str) -> list[str]:
     return [f"Parameters are {matched} {difference}: {both}."]
 
 
-def _cautions(results: Results) -> list[str]:
+def _cautions(results: Results, *, several: bool) -> list[str]:
     num_seeds, num_documents = len(results.provenance.seeds), results.provenance.documents
-    cautions = []
+    cautions = (
+        ["Several measurements are compared: neither intervals nor p are corrected for their number."]
+        if several
+        else []
+    )
     if num_seeds == 1:
         cautions.append("One seed: intervals are over documents alone and say nothing about another initialisation.")
     elif num_seeds < 5:

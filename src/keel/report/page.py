@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,14 @@ import jinja2
 from markupsafe import Markup
 
 from keel.errors import KeelError
-from keel.evaluation.results import Results, read_results
+from keel.evaluation.results import Picture, Results, read_results
 from keel.files import write_atomically
 from keel.report.drawing import DARK, LIGHT, Drawing, css_variables, looks_of, swatch
 from keel.report.figures import draw_all
-from keel.report.findings import Verdict, families_of, verdict
+from keel.report.findings import Verdict, verdict
+from keel.report.metrics import groups_of, lengths_of
 from keel.report.reproduction import Finding, reproduction
-from keel.report.tables import Table, against_table, comparison_tables, cost_table, family_table, single_table
+from keel.report.tables import Table, against_table, comparison_tables, cost_table, group_table, single_table
 from keel.report.text import duration
 
 _TEMPLATES = Path(__file__).parent
@@ -24,9 +26,10 @@ _TEMPLATES = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """All that the template shows of one results file."""
+    """All that the template shows of one results file, which lies in `folder`."""
 
     results: Results
+    folder: Path
     slug: str
     verdict: Verdict
     main: list[Table]
@@ -64,7 +67,7 @@ def load_sections(results: list[Path], out: Path) -> list[Section]:
         raise KeelError("report: no results file given; give at least one results.json")
     if out.is_file():
         raise KeelError(f"report: {out} is a file; give the folder that report.html goes into")
-    sections = [_section(read_results(path)) for path in results]
+    sections = [_section(read_results(path), path.parent) for path in results]
     slugs = [section.slug for section in sections]
     for slug in slugs:
         if slugs.count(slug) > 1:
@@ -82,6 +85,7 @@ def render_page(sections: list[Section]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["svg"] = Markup
+    environment.globals["data_uri"] = _data_uri
     template = environment.get_template("page.html.j2")
     return template.render(sections=sections, light=Markup(css_variables(LIGHT)), dark=Markup(css_variables(DARK)))
 
@@ -106,18 +110,35 @@ def provenance_of(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def _section(results: Results) -> Section:
-    families = families_of(results)
-    first = ["ppl"] if "ppl" in families else families[:1]
-    single = single_table(results)
+def read_picture(picture: Picture, folder: Path) -> bytes:
+    """Return the bytes of a picture that lies beside a results file.  Raises: KeelError if it cannot be read."""
+    try:
+        return (folder / picture.file).read_bytes()
+    except OSError as error:
+        raise KeelError(
+            f"{folder / picture.file}: cannot be read ({error.strerror}); the results file lists it under figures: put "
+            "it there, or take the entry out"
+        ) from error
+
+
+def _data_uri(section: Section, picture: Picture) -> str:
+    kind = "svg+xml" if picture.file.endswith(".svg") else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(read_picture(picture, section.folder)).decode()}"
+
+
+def _section(results: Results, folder: Path) -> Section:
+    single, groups = single_table(results), groups_of(results)
+    tables = [group_table(results, group) for group in sorted(groups, key=lambda group: group.quantity != "ppl")]
+    first = [single] if single else []
     comparisons, every = comparison_tables(results)
     slug = slug_of(results)
     return Section(
         results=results,
+        folder=folder,
         slug=slug,
         verdict=verdict(results),
-        main=[family_table(results, family) for family in first] + ([single] if single else []),
-        more=[family_table(results, family) for family in families if family not in first],
+        main=tables[:1] + first if lengths_of(results, "ppl") else first + tables[:1],
+        more=tables[1:],
         against=against_table(results),
         comparisons=comparisons,
         all_comparisons=every,

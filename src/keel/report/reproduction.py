@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import combinations
 
 from keel.evaluation.results import Results
-from keel.report.findings import (
-    contrast,
-    evidence,
-    families_of,
-    label_of,
-    lengths_of,
-    measured,
-    reference_value,
-    single_metrics,
-)
-from keel.report.text import family_title, joined, metric_phrase, number
+from keel.report.contrasts import contrast, evidence, label_of, measured, reference_value
+from keel.report.metrics import Group, count, groups_of, kind_name, metric_phrase, quantity_phrase, single_metrics
+from keel.report.text import joined, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,37 +22,39 @@ class Finding:
 
 
 def reproduction(results: Results) -> list[Finding]:
-    """Compare orderings of arms and their growth with the paper's; empty without a reference to compare with."""
+    """Compare orderings of arms, their growth and single values with the paper's; empty without a reference."""
     arms = [name for name in results.arms if results.reference and name in results.reference.values]
-    findings = [_ordering(results, family, *pair) for family in families_of(results) for pair in combinations(arms, 2)]
-    if lengths := lengths_of(results, "growth"):
-        findings += [_growth_finding(results, name, f"growth@{lengths[-1]}") for name in arms]
-    findings += [
-        _single_ordering(results, metric, *pair) for metric in single_metrics(results) for pair in combinations(arms, 2)
-    ]
+    groups, pairs = groups_of(results), list(combinations(arms, 2))
+    findings = [_ordering(results, group, *pair) for group in groups if group.values for pair in pairs]
+    for group in groups:
+        if group.quantity == "growth":
+            findings += [_value_finding(results, name, group.metrics[-1], "×") for name in arms]
+    single = single_metrics(results) + [metric for group in groups if not group.values for metric in group.metrics]
+    for metric in single:
+        findings += [_single_ordering(results, metric, *pair) for pair in pairs]
+        findings += [_value_finding(results, name, metric) for name in arms]
     return [finding for finding in findings if finding is not None]
 
 
-def _ordering(results: Results, family: str, first: str, second: str) -> Finding | None:
-    """Compare the paper's ordering of two arms with ours, at all lengths where it is as at the greatest."""
-    signs = {
-        length: _reference_sign(results, f"{family}@{length}", first, second) for length in lengths_of(results, family)
-    }
-    known = {length: sign for length, sign in signs.items() if sign is not None}
+def _ordering(results: Results, group: Group, first: str, second: str) -> Finding | None:
+    """Compare the paper's ordering of two arms with ours, under all conditions where it is as under the greatest."""
+    metrics = dict(zip(group.values, group.metrics, strict=True))
+    signs = {value: _reference_sign(results, metric, first, second) for value, metric in metrics.items()}
+    known = {value: sign for value, sign in signs.items() if sign is not None}
     if not known:
         return None
     direction = known[max(known)]
     low, high = (first, second) if direction < 0 else (second, first)
-    claimed = [length for length, sign in known.items() if sign == direction]
-    every = {length: contrast(results, f"{family}@{length}", low, high) for length in claimed}
-    undecided = [length for length, result in every.items() if not result.decided]
-    opposite = [length for length, result in every.items() if result.decided and result.difference > 0]
+    claimed = [value for value, sign in known.items() if sign == direction]
+    every = {value: contrast(results, metrics[value], low, high) for value in claimed}
+    undecided = [value for value, result in every.items() if not result.decided]
+    opposite = [value for value, result in every.items() if result.decided and result.difference > 0]
     here = f"so at {len(claimed) - len(undecided) - len(opposite)} of {len(claimed)}"
-    here += f", reversed at {_lengths(opposite)}" if opposite else ""
-    here += f", undecided at {_lengths(undecided)}" if undecided else ""
+    here += f", reversed at {_places(group, opposite)}" if opposite else ""
+    here += f", undecided at {_places(group, undecided)}" if undecided else ""
     order = f"{label_of(results, low)} below {label_of(results, high)}"
     return Finding(
-        claim=f"{family_title(family)}: {order} at {_lengths(claimed)}",
+        claim=f"{quantity_phrase(group.quantity)}: {order} at {_places(group, claimed)}",
         here=here,
         reproduced=False if opposite else None if undecided else True,
     )
@@ -86,18 +81,26 @@ def _reference_sign(results: Results, metric: str, first: str, second: str) -> i
     return -1 if ours < theirs else 1
 
 
-def _growth_finding(results: Results, arm: str, metric: str) -> Finding | None:
+def _value_finding(results: Results, arm: str, metric: str, times: str = "") -> Finding | None:
+    """Ask whether our interval holds the value that the paper has; `times` is written before both."""
     printed, entry = reference_value(results, arm, metric), results.arms[arm].metrics.get(metric)
     if printed is None or entry is None:
         return None
-    inside = None if entry.ci95 is None or entry.mean is None else entry.ci95[0] <= printed <= entry.ci95[1]
-    word = "" if inside is not False or entry.mean is None else ", smaller" if entry.mean < printed else ", larger"
+    inside = word = None
+    if entry.mean is not None and math.isnan(entry.mean):
+        inside = False
+    elif entry.mean is not None and entry.ci95 is not None and not any(math.isnan(bound) for bound in entry.ci95):
+        inside = entry.ci95[0] <= printed <= entry.ci95[1]
+        word = None if inside else "smaller" if entry.mean < printed else "larger"
     return Finding(
-        claim=f"{metric_phrase(metric)} of {label_of(results, arm)}: ×{number(printed)}",
-        here=f"×{measured(results, arm, metric)}{word}",
+        claim=f"{metric_phrase(metric)} of {label_of(results, arm)}: {times}{number(printed)}",
+        here=f"{times}{measured(results, arm, metric)}" + (f", {word}" if word else ""),
         reproduced=inside,
     )
 
 
-def _lengths(lengths: list[int]) -> str:
-    return joined([f"{length:,}" for length in lengths]) if len(lengths) <= 4 else f"{len(lengths)} lengths"
+def _places(group: Group, values: list[float]) -> str:
+    """Write conditions after "at": "512 and 1,024", "depth 3 and 4", "8 lengths"."""
+    if len(values) > 4:
+        return f"{len(values)} {'lengths' if group.kind == '' else 'conditions'}"
+    return (f"{kind_name(group.kind)} " if group.kind else "") + joined([count(value) for value in values])

@@ -6,18 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from keel.evaluation.results import Arm, Results
-from keel.report.findings import (
-    Contrast,
-    contrast,
-    label_of,
-    lengths_of,
-    mean_of,
-    ranking,
-    reference_value,
-    single_metrics,
-    tally,
-)
-from keel.report.text import family_title, interval, metric_phrase, number, probability, size_of, split_metric
+from keel.report.contrasts import Contrast, contrast, label_of, mean_of, ranking, reference_value, tally
+from keel.report.metrics import Group, lengths_of, metric_phrase, primary_metrics, single_metrics, unit_of
+from keel.report.text import capitalised, interval, number, probability, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,42 +33,48 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table whose first column holds the labels of the rows."""
+    """A table whose first column holds the labels of the rows; `metrics` are those of its columns, where it is of metrics."""
 
     title: str
     note: str
     corner: str
     columns: list[str]
     rows: list[Row] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
 
 
-def family_table(results: Results, family: str) -> Table:
-    """Return arms × lengths for one family of metrics, the paper's values in rows of their own below each arm."""
-    lengths = lengths_of(results, family)
-    metrics = [f"{family}@{length}" for length in lengths]
-    title = family_title(family)
+def group_table(results: Results, group: Group) -> Table:
+    """Return arms × conditions for one group of metrics, the paper's values in rows of their own below each arm."""
+    unit, higher_is_better = unit_of(results, group.metrics[0])
+    better = "higher is better" if higher_is_better else "lower is better"
     return Table(
-        title=f"{title[0].upper()}{title[1:]}",
-        note=_FAMILY_NOTES.get(family, ""),
-        corner="tokens",
-        columns=[f"{length:,}" for length in lengths],
-        rows=_metric_rows(results, metrics),
+        title=capitalised(group.title),
+        note=_NOTES.get(group.quantity) or f"{capitalised(f'{unit}; {better}' if unit else better)}.",
+        corner=group.axis,
+        columns=group.columns,
+        rows=_metric_rows(results, group.metrics),
+        metrics=group.metrics,
     )
 
 
 def single_table(results: Results) -> Table | None:
-    """Return arms × metrics for the metrics that are not measured at lengths, None without any."""
+    """Return arms × metrics for the metrics without a condition, None without any."""
     metrics = single_metrics(results)
     if not metrics:
         return None
-    units = {name: arm.metrics[name].unit for arm in results.arms.values() for name in metrics if name in arm.metrics}
     return Table(
         title="Measurements",
-        note="",
+        note="↑ higher is better, ↓ lower is better.",
         corner="",
-        columns=[f"{metric_phrase(name)} ({units[name]})" if units[name] else metric_phrase(name) for name in metrics],
+        columns=[_heading(results, metric) for metric in metrics],
         rows=_metric_rows(results, metrics),
+        metrics=metrics,
     )
+
+
+def _heading(results: Results, metric: str) -> str:
+    unit, higher_is_better = unit_of(results, metric)
+    return f"{metric_phrase(metric)}{f' ({unit})' if unit else ''} {'↑' if higher_is_better else '↓'}"
 
 
 def cost_table(results: Results) -> Table:
@@ -98,13 +95,13 @@ def cost_table(results: Results) -> Table:
 def comparison_tables(results: Results) -> tuple[Table, Table]:
     """Return the paired comparisons that matter most, and all of them.
 
-    The first holds the pairs with a stream in one arm or both, in the metrics at the shortest and the greatest length
-    and those that are not measured at lengths. Pairs are turned so that the arm with a stream comes first.
+    The first holds the pairs with a stream in one arm or both, in perplexity and its growth at the shortest and the
+    greatest length and in the other metrics that the verdict speaks of. Pairs are turned so that the arm with a stream comes first.
     """
     lengths = lengths_of(results, "ppl")
     ends = {f"{family}@{length}" for family in ("ppl", "growth") for length in (lengths[:1] + lengths[-1:])}
     metrics = list(dict.fromkeys(given.metric for given in results.comparisons))
-    main = [name for name in metrics if name in ends or split_metric(name) is None]
+    main = [name for name in metrics if name in ends or name in primary_metrics(results)]
     pairs = list(dict.fromkeys(_stream_first(results, given.arm, given.baseline) for given in results.comparisons))
     order = list(results.arms)
     pairs.sort(key=lambda pair: (not results.arms[pair[0]].streams, order.index(pair[0]), order.index(pair[1])))
@@ -173,32 +170,36 @@ def against_table(results: Results, family: str = "ppl") -> Table | None:
     )
 
 
-def beside_paper_table(results: Results, family: str = "ppl") -> Table | None:
-    """Return lengths × (ours, theirs) for the arms of the paper; None where no length is common."""
-    reference, lengths = results.reference, lengths_of(results, family)
-    names = [*results.arms, *(reference.values if reference else ())]
-    printed = {name: [_printed(results, name, f"{family}@{length}") for length in lengths] for name in names}
-    common = [name for name in printed if any(printed[name])]
-    if reference is None or not common:
+def beside_paper_table(results: Results, table: Table) -> Table | None:
+    """Turn a table of metrics into conditions × (ours, theirs) for the arms of the paper.
+
+    Returns None where the paper printed none of these metrics. Values that follow from what it printed do not count.
+    """
+    reference = results.reference
+    if reference is None:
         return None
-    columns, rows = [], [Row(label=f"{length:,}", cells=[]) for length in lengths]
+    names = dict.fromkeys([*results.arms, *reference.values])
+    common = [name for name in names if {*table.metrics} & {*reference.values.get(name, {})}]
+    if not common:
+        return None
+    columns, rows = [], [Row(label=label, cells=[]) for label in table.columns]
     for name in common:
         ours = name in results.arms
         label = label_of(results, name) if ours else name
         columns += [f"{label}, ours", f"{label}, theirs"] if ours else [f"{label}, theirs"]
-        for row, length, theirs in zip(rows, lengths, printed[name], strict=True):
-            row.cells.extend([_cell(results, name, f"{family}@{length}", [])] if ours else [])
-            row.cells.append(Cell(text=theirs))
+        for row, metric in zip(rows, table.metrics, strict=True):
+            row.cells.extend([_cell(results, name, metric, [])] if ours else [])
+            row.cells.append(Cell(text=_printed(results, name, metric)))
     return Table(
-        title=f"{family_title(family)[0].upper()}{family_title(family)[1:]}, ours beside theirs",
+        title=f"{table.title}, ours beside theirs",
         note=f"Theirs: {reference.paper}, {reference.table}. {reference.note}".strip(),
-        corner="tokens",
+        corner=table.corner,
         columns=columns,
         rows=rows,
     )
 
 
-_FAMILY_NOTES = {
+_NOTES = {
     "ppl": "Perplexity per token of the same text, read in blocks of so many tokens; lower is better.",
     "bpb": "Bits per byte of the same text; lower is better, and comparable across tokenizers.",
     "growth": "Perplexity relative to that at the shortest length; 1 means that length costs nothing.",
@@ -234,7 +235,7 @@ def _cell(results: Results, name: str, metric: str, order: list[str]) -> Cell:
     if entry is None or entry.mean is None:
         return Cell(text="–")
     finite = entry.ci95 is not None and all(math.isfinite(bound) for bound in entry.ci95)
-    best = bool(order) and mean_of(results.arms[order[0]], metric) == entry.mean
+    best = len(order) > 1 and mean_of(results.arms[order[0]], metric) == entry.mean
     return Cell(
         text=number(entry.mean),
         interval=interval(entry.ci95, like=entry.mean) if finite else "",

@@ -1,30 +1,10 @@
-"""How numbers, metrics and costs are written for a reader."""
+"""How numbers and costs are written for a reader."""
 
 from __future__ import annotations
 
 import math
-import re
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_AT_LENGTH = re.compile(r"^(?P<family>.+)@(?P<length>\d+)$")
-_FAMILIES = {"ppl": "perplexity", "bpb": "bits per byte", "growth": "growth of perplexity"}
-
-
-def split_metric(name: str) -> tuple[str, int] | None:
-    """Return ("ppl", 256) for "ppl@256", None for a metric that is not measured at a length."""
-    match = _AT_LENGTH.match(name)
-    return (match["family"], int(match["length"])) if match else None
-
-
-def family_title(family: str) -> str:
-    """Return the words for a family of metrics: "ppl" is "perplexity"."""
-    return _FAMILIES.get(family, family)
-
-
-def metric_phrase(name: str) -> str:
-    """Return the words for a metric: "ppl@4096" is "perplexity at 4,096 tokens"."""
-    parts = split_metric(name)
-    return f"{family_title(parts[0])} at {parts[1]:,} tokens" if parts else name.replace("_", " ")
 
 
 def number(value: float | None, *, like: float | None = None, signed: bool = False) -> str:
@@ -87,6 +67,11 @@ def duration(seconds: float) -> str:
 def joined(items: list[str]) -> str:
     """Join words as a sentence does: "a, b and c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def capitalised(text: str) -> str:
+    """Return a text with a capital at its beginning; a Greek letter stays small, since it is a symbol."""
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
 def _decimals(size: float) -> int:

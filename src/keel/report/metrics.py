@@ -1,0 +1,173 @@
+"""How the names of metrics are taken apart: `family.metric@condition`, and the groups that differ in condition alone.
+
+A condition may end in a number, whose prefix says what it counts: `L80` is length 80, `d6` depth 6, `layer3` layer 3, and a
+plain `1024` is 1,024 tokens. Any other condition is a word, such as `unseen`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from keel.evaluation.results import Results
+
+EXTRAPOLATION = ("ppl", "bpb", "growth")
+"""The families of `keel.evaluation.extrapolation`, which have a verdict, notes and figures of their own."""
+_NUMBERED = re.compile(r"^(?P<kind>[A-Za-z_]*?)(?P<value>\d+(?:\.\d+)?)$")
+_KINDS = {"": "tokens", "L": "length", "d": "depth", "w": "width"}
+_QUANTITIES = {"growth": "growth of perplexity"}
+_WORDS = {
+    "ppl": "perplexity",
+    "bpb": "bits per byte",
+    "alpha": "α",
+    "dyck": "Dyck",
+    "json": "JSON",
+    "markov": "Markov",
+    "lambada": "LAMBADA",
+    "pg19": "PG-19",
+    "f1": "F1",
+    "l1": "L1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Metrics of one quantity under conditions of one kind.
+
+    Args:
+        quantity: what stands before the `@`.
+        kind: prefix of the numbers, "" for tokens; None where the conditions are words.
+        conditions: metric names by condition, ascending where they are numbers, else in the order of the file.
+    """
+
+    quantity: str
+    kind: str | None
+    conditions: dict[str, str]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics."""
+        return list(self.conditions.values())
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers of the conditions; empty where they are words."""
+        return [found[1] for condition in self.conditions if (found := number_in(condition))]
+
+    @property
+    def columns(self) -> list[str]:
+        """Each condition as a reader sees it under the name of its kind: "40,960" of `@40960`, "6" of `@d6`."""
+        return [count(value) for value in self.values] or [condition.replace("_", " ") for condition in self.conditions]
+
+    @property
+    def axis(self) -> str:
+        """Name of what the conditions count: "tokens", "depth", or "condition" where they are words."""
+        return "condition" if self.kind is None else kind_name(self.kind)
+
+    @property
+    def title(self) -> str:
+        """Words for the group, without a capital: "Dyck exact match by length"."""
+        words = quantity_phrase(self.quantity)
+        return words if self.quantity in EXTRAPOLATION else f"{words} by {self.axis}"
+
+
+def split_metric(name: str) -> tuple[str, str]:
+    """Return ("dyck.exact_match", "L80") for "dyck.exact_match@L80"; the second is empty without a condition."""
+    quantity, _, condition = name.partition("@")
+    return quantity, condition
+
+
+def number_in(condition: str) -> tuple[str, float] | None:
+    """Return ("L", 80.0) for "L80" and ("", 256.0) for "256", None for a condition that is a word."""
+    match = _NUMBERED.match(condition)
+    return (match["kind"], float(match["value"])) if match else None
+
+
+def kind_name(kind: str) -> str:
+    """Return what a kind of condition counts: "L" is "length", "layer" is "layer"."""
+    return _KINDS.get(kind, kind.replace("_", " ").strip())
+
+
+def count(value: float) -> str:
+    """Write the number of a condition: 40960 is "40,960"."""
+    return f"{value:,.0f}" if value.is_integer() else f"{value:g}"
+
+
+def quantity_phrase(quantity: str) -> str:
+    """Return the words for a quantity: "dyck.exact_match" is "Dyck exact match"."""
+    words = re.split(r"[._]", quantity)
+    return _QUANTITIES.get(quantity) or " ".join(_WORDS.get(word, word) for word in words)
+
+
+def condition_phrase(condition: str) -> str:
+    """Return "at 80 tokens", "at depth 6" or "(unseen)"; nothing without a condition."""
+    if not condition:
+        return ""
+    numbered = number_in(condition)
+    if numbered is None:
+        return f"({condition.replace('_', ' ')})"
+    kind, value = numbered
+    return f"at {count(value)} tokens" if kind == "" else f"at {kind_name(kind)} {count(value)}"
+
+
+def metric_phrase(name: str) -> str:
+    """Return the words for a metric: "ppl@4096" is "perplexity at 4,096 tokens"."""
+    quantity, condition = split_metric(name)
+    return f"{quantity_phrase(quantity)} {condition_phrase(condition)}".strip()
+
+
+def is_extrapolation(name: str) -> bool:
+    """Whether a metric is one of extrapolation: perplexity, bits per byte or growth at so many tokens."""
+    quantity, condition = split_metric(name)
+    return bool(condition) and quantity in EXTRAPOLATION
+
+
+def metric_names(results: Results) -> list[str]:
+    """Return every metric that some arm has, in the order in which they first appear."""
+    return list(dict.fromkeys(name for arm in results.arms.values() for name in arm.metrics))
+
+
+def single_metrics(results: Results) -> list[str]:
+    """Return the metrics without a condition, in the order in which they first appear."""
+    return [name for name in metric_names(results) if not split_metric(name)[1]]
+
+
+def groups_of(results: Results) -> list[Group]:
+    """Return the metrics with a condition, grouped by quantity and kind, in the order in which they first appear."""
+    found: dict[tuple[str, str | None], dict[str, str]] = {}
+    for name in metric_names(results):
+        quantity, condition = split_metric(name)
+        if condition:
+            numbered = number_in(condition)
+            found.setdefault((quantity, numbered[0] if numbered else None), {})[condition] = name
+    return [
+        Group(quantity=quantity, kind=kind, conditions=_ascending(conditions) if kind is not None else conditions)
+        for (quantity, kind), conditions in found.items()
+    ]
+
+
+def _ascending(conditions: dict[str, str]) -> dict[str, str]:
+    return dict(sorted(conditions.items(), key=lambda pair: (number_in(pair[0]) or ("", 0.0))[1]))
+
+
+def lengths_of(results: Results, quantity: str) -> list[int]:
+    """Return every number of tokens at which some arm measured this quantity, ascending."""
+    groups = [group for group in groups_of(results) if (group.quantity, group.kind) == (quantity, "")]
+    return [int(value) for group in groups for value in group.values]
+
+
+def primary_metrics(results: Results) -> list[str]:
+    """Return the metrics that the verdict speaks of.
+
+    They are perplexity at the greatest length, where it was measured over lengths, and all metrics without a condition; in
+    a file that has neither, the last metric of every group.
+    """
+    lengths = lengths_of(results, "ppl")
+    primary = [f"ppl@{length}" for length in lengths[-1:]] + single_metrics(results)
+    return primary or [group.metrics[-1] for group in groups_of(results)]
+
+
+def unit_of(results: Results, metric: str) -> tuple[str, bool]:
+    """Return the unit of a metric and whether higher is better, as the first arm that has the metric says."""
+    entry = next(arm.metrics[metric] for arm in results.arms.values() if metric in arm.metrics)
+    return entry.unit, entry.higher_is_better
