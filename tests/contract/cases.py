@@ -94,6 +94,7 @@ STREAM_CASES: dict[str, StreamCase] = {
     "fusion_layer": StreamCase(
         _structural(inject="fusion", cell="scan", share="layer", gate="channel", init="paper"), identity=False
     ),
+    "no_gate": StreamCase(_structural(gate="none")),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),
 }
 

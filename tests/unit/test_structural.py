@@ -32,7 +32,7 @@ TOLERANCE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES_OF_A_STREAM = [
     {"inject": inject, "cell": cell, "share": share, "gate": gate, "init": init}
     for inject, cell, share, gate, init in itertools.product(
-        ("bias", "fusion"), ("gru", "scan"), ("model", "layer"), ("scalar", "channel"), ("identity", "paper")
+        ("bias", "fusion"), ("gru", "scan"), ("model", "layer"), ("scalar", "channel", "none"), ("identity", "paper")
     )
 ]
 every_stream = pytest.mark.parametrize("fields", SHAPES_OF_A_STREAM, ids=lambda fields: "-".join(fields.values()))
@@ -337,7 +337,8 @@ def test_the_scan_starts_with_time_scales_from_the_present_to_256_tokens() -> No
         ({"share": "layers"}, "share='layers'; did you mean 'layer'"),
         ({"inject": "fuse"}, "inject='fuse'; did you mean 'fusion'"),
         ({"inject": "fusion", "norm_sites": ("mlp",)}, "leave norm_sites out"),
-        ({"gate": 1}, "gate=1; valid: channel, scalar"),
+        ({"gate": 1}, "gate=1; valid: channel, none, scalar"),
+        ({"gate": "none", "confidence_penalty": 0.1}, "no alpha to keep from saturating; leave it out"),
         ({"init": "zero"}, "init='zero'; valid: identity, paper"),
         ({"norm_sites": ()}, r"norm_sites=\(\); valid: attention, mlp"),
         ({"norm_sites": ("mlp", "atention")}, "did you mean 'attention'"),

@@ -36,7 +36,7 @@ _CHOICES = {
     "inject": ("bias", "fusion"),
     "cell": ("gru", "scan"),
     "share": ("model", "layer"),
-    "gate": ("scalar", "channel"),
+    "gate": ("scalar", "channel", "none"),
     "init": ("identity", "paper"),
 }
 
@@ -50,7 +50,7 @@ class StructuralConfig:
             projections would have read: LN(x) in a pre-norm host, the raw residual in a post-norm one (OLMo2).
         cell: ``gru`` is Eq. 2; ``scan`` a gated linear recurrence, parallel over time (the paper's future work).
         share: ``model`` has one recurrence that all layers read, ``layer`` one a layer (App. A.5).
-        gate: ``scalar`` is one alpha a token and site, ``channel`` one a channel.
+        gate: ``scalar`` is one alpha a token and site, ``channel`` one a channel, ``none`` is alpha = 1 (the ablation of 4.4.2).
         layers: layers that are written to; None for all.
         norm_sites: which norms' inputs a bias is written to: ``attention``, ``mlp`` or both.
         init: ``identity`` adds a per-channel scale that starts at zero, so attaching changes nothing; ``paper`` has no scale.
@@ -62,7 +62,7 @@ class StructuralConfig:
     inject: Literal["bias", "fusion"] = "bias"
     cell: Literal["gru", "scan"] = "gru"
     share: Literal["model", "layer"] = "model"
-    gate: Literal["scalar", "channel"] = "scalar"
+    gate: Literal["scalar", "channel", "none"] = "scalar"
     layers: tuple[int, ...] | None = None
     norm_sites: tuple[str, ...] = ("attention", "mlp")
     init: Literal["identity", "paper"] = "identity"
@@ -85,6 +85,11 @@ class StructuralConfig:
             raise KeelError(
                 f"structural stream: norm_sites={self.norm_sites!r} with inject='fusion', which writes to queries and keys; leave "
                 "norm_sites out"
+            )
+        if self.gate == "none" and self.confidence_penalty:
+            raise KeelError(
+                f"structural stream: confidence_penalty={self.confidence_penalty} with gate='none', which has no alpha to keep from "
+                "saturating; leave it out"
             )
         if self.confidence_penalty < 0 or self.gate_warmup_steps < 0:
             raise KeelError("structural stream: confidence_penalty and gate_warmup_steps are >= 0")
@@ -148,7 +153,7 @@ class StructuralStream(Stream):
         shared = self.config.share == "model"
         self.group_of = {layer: 0 if shared else index for index, layer in enumerate(layers)}
         groups, sites, width = 1 if shared else len(layers), len(self.site_index), shape.hidden_size
-        channels = 1 if self.config.gate == "scalar" else width
+        channels = width if self.config.gate == "channel" else 1
         rows = 3 if self.config.cell == "gru" else 2
         self.norm = nn.LayerNorm(width)
         self.weight_input = nn.Parameter(torch.empty(groups, rows * width, width))
@@ -156,15 +161,16 @@ class StructuralStream(Stream):
         if self.config.cell == "gru":
             self.weight_state = nn.Parameter(torch.empty(groups, rows * width, width))
             self.bias_state = nn.Parameter(torch.empty(groups, rows * width))
-        self.gate_state = nn.Parameter(torch.empty(sites, channels, width))
-        self.gate_hidden = nn.Parameter(torch.empty(sites, channels, width))
-        self.gate_bias = nn.Parameter(torch.empty(sites, channels))
+        if self.config.gate != "none":
+            self.gate_state = nn.Parameter(torch.empty(sites, channels, width))
+            self.gate_hidden = nn.Parameter(torch.empty(sites, channels, width))
+            self.gate_bias = nn.Parameter(torch.empty(sites, channels))
         if self.config.init == "identity":
             self.scale = nn.Parameter(torch.empty(sites, width))
 
     def init_weights(self) -> None:
         """See ``Stream.init_weights``: GRU and gate as PyTorch initialises theirs; the scan's time scales span 1 to 256 tokens."""
-        width = self.gate_state.shape[-1]
+        width = self.norm.weight.shape[0]
         init.ones_(self.norm.weight)
         init.zeros_(self.norm.bias)
         for name in ("weight_input", "bias_input", "weight_state", "bias_state"):
@@ -175,9 +181,10 @@ class StructuralStream(Stream):
             time_scales = torch.logspace(0.5, 8, width, base=2.0)
             rates = -torch.log(time_scales - 1)
             init.copy_(self.bias_input, torch.cat([rates, torch.zeros(width)]).expand_as(self.bias_input))
-        for parameter in (self.gate_state, self.gate_hidden):
-            init.uniform_(parameter, -((2 * width) ** -0.5), (2 * width) ** -0.5)
-        init.zeros_(self.gate_bias)
+        if self.config.gate != "none":
+            for parameter in (self.gate_state, self.gate_hidden):
+                init.uniform_(parameter, -((2 * width) ** -0.5), (2 * width) ** -0.5)
+            init.zeros_(self.gate_bias)
         if self.config.init == "identity":
             init.zeros_(self.scale)
         init.zeros_(self.step)
@@ -209,6 +216,8 @@ class StructuralStream(Stream):
         flow.history_GBTD = states_GBTD if inputs.keep_history else None
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
+        if self.config.gate == "none":
+            return flow
         flow.gate_hidden_SCD = self._tempered(self.gate_hidden)
         if self.config.inject == "bias" and self.config.gate == "scalar" and normed_BTD.shape[1] == 1:
             flow.token_sites = self._token_sites(flow)
@@ -242,7 +251,7 @@ class StructuralStream(Stream):
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Return ``h + alpha g`` (Eq. 6, before the block's own norm), or ``alpha g + (1 - alpha) h`` (Eq. 4)."""
-        assert isinstance(flow, StructuralFlow) and flow.gate_hidden_SCD is not None
+        assert isinstance(flow, StructuralFlow)
         index = self.site_index[site, layer]
         if flow.token_sites is not None:
             weight_BD1, from_state_B11, bias_BTD = flow.token_sites[index]
@@ -261,6 +270,8 @@ class StructuralStream(Stream):
 
     def _alpha(self, index: int, layer: int, hidden_BTD: Tensor, flow: StructuralFlow) -> Tensor:
         """Return the gate of a site (Eq. 3; Eq. 6, right), [B, T, C]."""
+        if self.config.gate == "none":
+            return hidden_BTD.new_ones(*hidden_BTD.shape[:2], 1)
         assert flow.gate_hidden_SCD is not None
         group = self.group_of[layer]
         if flow.gate_from_state_GBTS is not None:
@@ -388,9 +399,11 @@ def reference_fusion(stream: StructuralStream, layer: int, normed_BTD: Tensor, s
 def _reference_gate(stream: StructuralStream, site: str, layer: int, normed_BTD: Tensor, states_GBTD: Tensor) -> Tensor:
     """sigmoid(W [g, LN(h)] / tau), with the concatenation, [B, T, C]."""
     index = stream.site_index[site, layer]
-    weight_CE = torch.cat([stream.gate_state[index], stream.gate_hidden[index]], -1)
-    both_BTE = torch.cat([states_GBTD[stream.group_of[layer]], normed_BTD], -1)
-    alpha_BTC = torch.sigmoid((both_BTE @ weight_CE.T + stream.gate_bias[index]) / stream.temperature())
+    alpha_BTC = torch.ones_like(normed_BTD[..., :1])
+    if stream.config.gate != "none":
+        weight_CE = torch.cat([stream.gate_state[index], stream.gate_hidden[index]], -1)
+        both_BTE = torch.cat([states_GBTD[stream.group_of[layer]], normed_BTD], -1)
+        alpha_BTC = torch.sigmoid((both_BTE @ weight_CE.T + stream.gate_bias[index]) / stream.temperature())
     if stream.config.gate_warmup_steps:
         alpha_BTC = alpha_BTC * min(1.0, stream.step.item() / stream.config.gate_warmup_steps)
     return alpha_BTC
