@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from keel.data.languages.base import Sample
+from keel.data.languages.markov import Markov
 
 PAD, START, END = "<pad>", "<sos>", "<eos>"
 # Raised when a language gives other strings, or they become other tokens: runs of different versions do not mix.
@@ -22,7 +23,7 @@ _FORMAT = 1
 
 
 class TaskData:
-    """What an arm learns from a language.
+    """What an arm learns from a language: strings to complete, or for ``Markov`` a matrix to attend by.
 
     Attributes:
         language: its configuration, which is also its generator.
@@ -37,13 +38,18 @@ class TaskData:
         about = f"{_FORMAT} {language!r} {train_samples} {valid_samples}"
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()
 
-    def train(self) -> Completions:
-        """Return the samples of one pass over the training data."""
-        return Completions(self, "train", self.train_samples)
+    @property
+    def trains_attention(self) -> bool:
+        """Whether samples have an ``attention_target`` in place of tokens to predict."""
+        return isinstance(self.language, Markov)
 
-    def valid(self) -> Completions:
+    def train(self) -> Completions | AttentionRows:
+        """Return the samples of one pass over the training data."""
+        return AttentionRows(self) if self.trains_attention else Completions(self, "train", self.train_samples)
+
+    def valid(self) -> Completions | AttentionRows:
         """Return the samples of the validation curve."""
-        return Completions(self, "valid", self.valid_samples)
+        return AttentionRows(self) if self.trains_attention else Completions(self, "valid", self.valid_samples)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a string of the language."""
@@ -75,6 +81,28 @@ class Completions(Dataset[dict[str, Tensor]]):
         labels = ids.clone()
         labels[: len(prompt)] = -100
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+class AttentionRows(Dataset[dict[str, Tensor]]):
+    """Every query of a ``Markov`` task (S-Former, App. A.1): the states in order, then the query."""
+
+    def __init__(self, data: TaskData) -> None:
+        offset = data.tokenizer.convert_tokens_to_ids(data.language.alphabet[0])
+        self.ids_VT = data.language.sequences() + offset
+        self.targets_VV = data.language.transitions()
+
+    def __len__(self) -> int:
+        """Return the number of states."""
+        return len(self.ids_VT)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``input_ids`` [V + 1], ``labels`` (one label, which counts the row) and ``attention_target`` [V]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        ids = self.ids_VT[index]
+        labels = torch.full_like(ids, -100)
+        labels[-1] = ids[-1]
+        return {"input_ids": ids, "labels": labels, "attention_target": self.targets_VV[index]}
 
 
 def language_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
+from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
 from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
@@ -185,7 +186,13 @@ def _completion(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _attention_match(subject: Subject) -> list[ItemMetric]:
+    assert isinstance(subject.data, TaskData)
+    return attention_match(subject.model, subject.data).metrics()
+
+
 _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
+    "attention_match": _attention_match,
     "completion": _completion,
     "last_word": _last_word,
     "blocks": _blocks,

@@ -68,8 +68,10 @@ def _check_data(recipe: Recipe) -> None:
             _refuse_unknown(CorpusConfig, fields, where)
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
-    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks")} | {"completion": "a task"}
-    has = "text" if recipe.data.task is None else "a task"
+    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks")}
+    needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
+    task = recipe.data.task
+    has = "text" if task is None else "the task markov" if task.language == "markov" else "strings to complete"
     for name, needed in needs.items():
         if getattr(recipe.evaluation, name) is not None and needed != has:
             raise KeelError(f"evaluation.{name}: is measured on {needed}, and data has {has}; remove one of the two")

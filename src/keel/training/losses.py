@@ -1,9 +1,11 @@
 """Losses that the model does not compute itself.
 
-Shapes: B batch, T tokens, V vocabulary.
+Shapes: B batch, T tokens, V vocabulary, H heads.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -22,3 +24,9 @@ def smoothing_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     logits_BTV = logits_BTV[:, :-1].float()
     chosen_BT = logits_BTV.gather(-1, targets_BT.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return ((chosen_BT - logits_BTV.mean(-1)) * targets_BT.ne(-100)).sum()
+
+
+def last_attention(outputs: Any) -> Tensor:
+    """Return the attention of the last layer at the last token, the mean over heads, [B, T] float32 (S-Former, App. A.1)."""
+    attention_BHTT: Tensor = outputs.attentions[-1]
+    return attention_BHTT[:, :, -1].float().mean(1)

@@ -90,6 +90,8 @@ def train(
     the text.
     """
     first_step, records = 0, []
+    if isinstance(data, TaskData) and data.trains_attention:
+        model.set_attn_implementation("eager")  # the only one that gives its weights
     for index, phase in enumerate(phases):
         settings = PhaseSettings(
             phase=phase,

@@ -245,11 +245,16 @@ class Gates(Section):
     samples: Count = 500
 
 
+class AttentionMatch(Section):
+    """How far the attention is from the task's transition matrix; it has no fields: ``attention_match: {}``."""
+
+
 class Evaluation(Section):
     """What is measured on the trained arms; at least one of these."""
 
     extrapolation: Extrapolation | None = None
     completion: Completion | None = None
+    attention_match: AttentionMatch | None = None
     last_word: LastWord | None = None
     blocks: Blocks | None = None
     gates: Gates | None = None

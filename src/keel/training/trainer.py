@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
+from keel.data.languages.markov import kl_to_attention
 from keel.errors import KeelError
 from keel.training.checkpoints import (
     close_checkpoint,
@@ -39,7 +40,7 @@ from keel.training.checkpoints import (
     open_checkpoint,
     removed_on_failure,
 )
-from keel.training.losses import smoothing_sum
+from keel.training.losses import last_attention, smoothing_sum
 from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
 from keel.training.sections import Phase
 from keel.training.sharding import shard_on_cpu, wants_fsdp
@@ -236,8 +237,11 @@ class PhaseTrainer(Trainer):
         The shares of all micro-batches and processes add up to: mean cross-entropy (smoothed as the phase says) +
         named losses.
         """
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_tokens_in_batch=self._num_tokens)
-        loss = outputs.loss
+        if "attention_target" in inputs:
+            loss, outputs = self._attention_loss(model, inputs, num_items_in_batch)
+        else:
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_tokens_in_batch=self._num_tokens)
+            loss = outputs.loss
         named = {f"loss.{name}": value for name, value in (outputs.losses or {}).items()}
         self._add("nll", loss - sum(named.values()))
         for name, value in named.items():
@@ -249,6 +253,17 @@ class PhaseTrainer(Trainer):
         # Data-parallel gradients are averaged over processes; these are shares of a sum.
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
+
+    def _attention_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_rows: Tensor | int | None
+    ) -> tuple[Tensor, Any]:
+        """KL from each row's target to the last layer's attention at the last token, and the auxiliary losses."""
+        outputs = model(
+            input_ids=inputs["input_ids"], output_attentions=True, use_cache=False, num_tokens_in_batch=self._num_tokens
+        )
+        target_BV = inputs["attention_target"]
+        divergence = kl_to_attention(last_attention(outputs), target_BV) * len(target_BV)
+        return divergence / (num_rows or len(target_BV)) + sum((outputs.losses or {}).values()), outputs
 
     def _add(self, name: str, value: Tensor) -> None:
         value = value.detach().float()
@@ -369,7 +384,7 @@ class PhaseTrainer(Trainer):
 
     @torch.no_grad()
     def validation_nll(self) -> float:
-        """Return the loss on the validation windows, nats a token; every process computes all of it, so all agree."""
+        """Return the loss on the validation windows, nats a target; every process computes all of it, so all agree."""
         self.model.eval()
         total, count = 0.0, 0
         windows = list(self.valid_windows)
@@ -377,8 +392,12 @@ class PhaseTrainer(Trainer):
             batch = self._prepare_inputs(pad_together(windows[start : start + VALIDATION_BATCH]))
             targets = batch["labels"][:, 1:].ne(-100).sum()
             with self.accelerator.autocast():
-                outputs = self.model(**batch, num_items_in_batch=targets)
-            total += float((outputs.loss - sum((outputs.losses or {}).values())) * targets)
+                if "attention_target" in batch:
+                    loss, outputs = self._attention_loss(self.model, batch, targets)
+                else:
+                    outputs = self.model(**batch, num_items_in_batch=targets)
+                    loss = outputs.loss
+            total += float((loss - sum((outputs.losses or {}).values())) * targets)
             count += int(targets)
         self.model.train()
         return total / count
@@ -475,7 +494,8 @@ def pad_together(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack samples; shorter ones are padded on the right, and only then is there an attention mask."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     if all(len(sample["input_ids"]) == longest for sample in samples):
-        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+        names = [name for name in samples[0] if name != "attention_mask"]
+        return {name: torch.stack([sample[name] for sample in samples]) for name in names}
     return {
         name: torch.stack([F.pad(sample[name], (0, longest - len(sample[name])), value=padding) for sample in samples])
         for name, padding in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))
