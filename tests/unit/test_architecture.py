@@ -29,9 +29,11 @@ FLOORS = {
     "cache": 1,
     "storage": 1,
     "data": 1,
+    "drawing": 1,
     "model": 2,
     "training": 3,
     "evaluation": 3,
+    "probes": 3,
     "pretrained": 3,
     "report": 4,
     "experiment": 4,
@@ -44,7 +46,7 @@ FLOORS = {
 # … and from these rooms on its own floor. The pairs form no circle: `test_neighbours_form_no_circle`.
 NEIGHBOURS = {("ops", "errors"), ("files", "errors"), ("streams", "hosts"), ("cache", "streams")}
 # Some rooms read less than the floor allows: of all that lies below them, these modules only.
-ONLY = {"report": {"keel.errors", "keel.evaluation.results", "keel.files"}}
+ONLY = {"report": {"keel.drawing", "keel.errors", "keel.evaluation.results", "keel.files"}}
 # Packages outside the standard library that a room may use; a room not named here may use every declared dependency.
 OUTSIDE = {"errors": set(), "files": set(), "ops": {"torch"}}
 
