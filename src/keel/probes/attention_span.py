@@ -147,10 +147,16 @@ def spans_of(seen: SeenAttention, beyond: int, query_block: int = 128) -> Tensor
         distance_QS = distances(start, stop, seen.query_BHTK.device)
         for group in range(seen.groups):
             row_BRQS = seen.rows(start, stop, group)
-            total_B3[:, 0] += (row_BRQS * distance_QS).double().sum((1, 2, 3))
-            total_B3[:, 1] += (row_BRQS * (distance_QS >= beyond)).double().sum((1, 2, 3))
-            total_B3[:, 2] += torch.special.entr(row_BRQS).double().sum((1, 2, 3))
+            total_B3[:, 0] += _total(row_BRQS * distance_QS)
+            if stop > beyond:
+                total_B3[:, 1] += _total(row_BRQS * (distance_QS >= beyond))
+            total_B3[:, 2] += _total(torch.special.entr(row_BRQS))
     return total_B3 / (heads * length)
+
+
+def _total(values_BRQS: Tensor) -> Tensor:
+    """Sum over all but the batch: a row in float32, rows in float64, without a float64 copy of the block."""
+    return values_BRQS.sum(-1).double().sum((1, 2))
 
 
 def reference_spans(attention_HTT: Tensor, beyond: int) -> tuple[float, float, float]:

@@ -1,8 +1,9 @@
 """Geometry of what a stream writes into the layers, and what that does to them (S-Former App. B.1, Table 4).
 
 At every site of every layer the bias is m_t = (what the stream returned) - (what it was given), the content x_t = what it was
-given. For bias injection that is alpha_t g_t and h_t. The model runs twice a batch, with its streams and without; nothing is held
-but one batch of layer outputs, one attention matrix a head group, and one D x D matrix a site.
+given. For bias injection that is alpha_t g_t and h_t. The model runs twice a batch, with its streams and without: the same weights
+with the streams switched off, not a host that was trained without them. Nothing is held but one batch of layer outputs, one
+attention matrix a head group, and one D x D matrix a site.
 
 Per-token quantities are averaged over the tokens of a sequence, so that a caller can resample sequences; ranks and the spectra of the
 layers' outputs are one value over all tokens. A layer's value is the mean over its sites. The difference m_t carries the rounding of
@@ -92,7 +93,7 @@ class Geometry:
         """Return the layers as a table for a terminal, in the columns of S-Former's Table 4 and App. B.1."""
         columns = [*BIAS_METRICS, "effective_rank", "representation_shift", *(f"{m}_ratio" for m in SPECTRAL_METRICS)]
         shown = [name for name in columns if any(name in row.values for row in self.layers())]
-        table = Table("layer", *(name.replace("_", " ") for name in shown), title=f"Geometry of {self.stream}")
+        table = Table("layer", *(_words(name) for name in shown), title=f"Geometry of {self.stream}")
         for row in self.layers():
             table.add_row(str(row.layer), *(f"{row.values.get(name, math.nan):.3g}" for name in shown))
         return table
@@ -116,9 +117,15 @@ class Geometry:
         return found
 
 
+def _words(metric: str) -> str:
+    """Write a ratio of with and without as "×"."""
+    ratio = metric.endswith("_ratio") and metric != "participation_ratio"
+    return f"{metric.removesuffix('_ratio')} ×".replace("_", " ") if ratio else metric.replace("_", " ")
+
+
 def _line(rows: list[GeometryRow], metric: str) -> Line:
     y = [row.values.get(metric, math.nan) for row in rows]
-    return Line(label=metric.removesuffix("_ratio").replace("_", " "), x=[float(row.layer) for row in rows], y=y)
+    return Line(label=_words(metric), x=[float(row.layer) for row in rows], y=y)
 
 
 def measure_geometry(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from keel.drawing import Canvas, Drawing, render
 from keel.files import write_atomically
@@ -71,6 +71,8 @@ def line_figure(
         if logarithmic:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.margins(y=0.08)
         axes.xaxis.set_major_locator(FixedLocator(list(lines[0].x if ticks is None else ticks)))
