@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from keel.errors import KeelError
 from keel.evaluation.extrapolation import ExtrapolationResult, token_scores
 from keel.evaluation.items import item_statistic
 from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
@@ -99,6 +100,8 @@ class Statistics:
             ours, theirs = self._measured(arm, seeds), self._measured(baseline, seeds)
             for metric in ours:
                 if not metric.startswith("bpb@") and metric in theirs:
+                    if ours[metric].statistic.shape != theirs[metric].statistic.shape:
+                        raise KeelError(f"{metric}: arms {arm!r} and {baseline!r} were measured on different items")
                     bootstrap = self._bootstrap(ours[metric].statistic)
                     difference = bootstrap.compare(ours[metric].statistic, theirs[metric].statistic)
                     found.append(Comparison(metric=metric, arm=arm, baseline=baseline, **vars(difference)))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
+from keel.data.languages.dyck import depths
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
 from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
-from keel.evaluation.items import ItemMetric
+from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.last_word import last_word, read_passages
 from keel.model import KeelForCausalLM
 from keel.positions import Positions, set_positions
+from keel.probes.gates import MEAN_SITE, gate_depth
 from keel.streams import StructuralStream
 from keel.training import Recipe
 from keel.training.trainer import Progress
@@ -191,9 +197,53 @@ def _attention_match(subject: Subject) -> list[ItemMetric]:
     return attention_match(subject.model, subject.data).metrics()
 
 
+def _gates(subject: Subject) -> list[ItemMetric]:
+    """Saturation of the gates by site, and on bracket words their correlation with depth (S-Former, Fig. 2, App. A.5)."""
+    wanted, signal = subject.recipe.evaluation.gates, "structural.gate"
+    assert wanted is not None
+    stream = subject.model.wires.streams.get("structural")
+    if not isinstance(stream, StructuralStream) or stream.config.gate == "none":
+        return []
+    subject.tell("gates", 0, 1)
+    sequences, levels = _gated_sequences(subject, wanted.samples)
+    found = gate_depth(subject.model, sequences, levels, signal=signal)
+    metrics: list[ItemMetric] = []
+    for row in found.rows:
+        where = "" if row.site == MEAN_SITE else f"_{row.site}".replace("_attention_qk", "").replace(".layer", "@layer")
+        # Of all sites together, the mean of their shares: the mean gate over sites may be far from 0 and 1 while they are not.
+        chosen = [row] if where else [other for other in found.rows if other.site != MEAN_SITE]
+        share = sum(other.low_share + other.high_share for other in chosen) / len(chosen)
+        metrics.append(mean(f"gate.saturation{where}", [share], unit="share of tokens", higher_is_better=False))
+        if isinstance(subject.data, TaskData):
+            metrics.append(
+                ItemMetric(
+                    name=f"alpha_depth.r{where}",
+                    unit="Pearson's r",
+                    higher_is_better=True,
+                    # A word in which gate or depth is constant has no r and counts nothing.
+                    numerators=tuple(0.0 if math.isnan(r) else r for r in row.r),
+                    denominators=tuple(0.0 if math.isnan(r) else 1.0 for r in row.r),
+                )
+            )
+    return metrics
+
+
+def _gated_sequences(subject: Subject, count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sequences of the test split with the depth of every token; text has none, and zeros stand for it."""
+    data = subject.data
+    if isinstance(data, TokenCorpus):
+        length = subject.recipe.train_window(subject.arm)
+        segments = evaluation_segments(data.test, length - 1, count)
+        return [segment.ids for segment in segments], [torch.zeros(len(segment.ids)) for segment in segments]
+    words = [data.language.sample("test", index).whole for index in range(count)]
+    sequences = [torch.tensor([data.tokenizer.bos_token_id, *data.encode(word)]) for word in words]
+    return sequences, [torch.tensor([0, *depths(word)]) for word in words]
+
+
 _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "attention_match": _attention_match,
     "completion": _completion,
+    "gates": _gates,
     "last_word": _last_word,
     "blocks": _blocks,
 }

@@ -75,6 +75,10 @@ def _check_data(recipe: Recipe) -> None:
     for name, needed in needs.items():
         if getattr(recipe.evaluation, name) is not None and needed != has:
             raise KeelError(f"evaluation.{name}: is measured on {needed}, and data has {has}; remove one of the two")
+    if recipe.evaluation.gates is not None and task is not None and task.language != "dyck":
+        raise KeelError(
+            f"evaluation.gates: on a task gates are held against bracket depth, and {task.language!r} has none; use dyck or text"
+        )
     if recipe.data.task is not None:
         _check_task(recipe.data.task)
 
