@@ -60,7 +60,7 @@ def test_correlations_equal_the_twin_for_every_sequence_and_site() -> None:
     words, depths = brackets()
     found, whole = model(), gate_depth(model(), words, depths, batch_size=6)
     split = gate_depth(found, words, depths, batch_size=1)
-    assert [row.site for row in whole.rows][:3] == ["mean", "attention_norm_input.layer0", "mlp_norm_input.layer0"]
+    assert [row.site for row in whole.rows][:3] == ["mean", "attention_norm_input@layer0", "mlp_norm_input@layer0"]
     gates = []
     for word in words:
         with torch.no_grad():
@@ -107,11 +107,12 @@ def test_saturation_counts_gates_near_zero_and_one() -> None:
     shares = {site: (row.low_share, row.high_share) for site, row in rows.items()}
     assert shares == {
         "mean": (0, 0),
-        "attention_norm_input.layer0": (1, 0),
-        "mlp_norm_input.layer0": (0, 0),
-        "attention_norm_input.layer1": (0, 1),
-        "mlp_norm_input.layer1": (0, 0),
+        "attention_norm_input@layer0": (1, 0),
+        "mlp_norm_input@layer0": (0, 0),
+        "attention_norm_input@layer1": (0, 1),
+        "mlp_norm_input@layer1": (0, 0),
     }
+    assert "gates.low_share_attention_norm_input@layer0" in gate_depth(found, words, depths).metrics()
     assert rows["mean"].mean_gate == pytest.approx((0.01 + 0.5 + 0.99 + 0.06) / 4, abs=1e-5)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import keel
 from keel.errors import KeelError
@@ -70,14 +70,20 @@ def host() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=32, initializer_range=0.2)
+    return GPT2LMHeadModel(config).eval()
+
+
 def with_bias(bias_of: Callable[[Tensor], Tensor]) -> keel.KeelForCausalLM:
     stream = MadeUpStream()
     stream.bias_of = bias_of
     return keel.attach(host(), stream)
 
 
-def structural(scale: float = 0.4) -> keel.KeelForCausalLM:
-    model = keel.attach(host(), keel.StructuralStream())
+def structural(scale: float = 0.4, inject: str = "bias", beside: PreTrainedModel | None = None) -> keel.KeelForCausalLM:
+    model = keel.attach(beside or host(), keel.StructuralStream(inject=inject))
     with torch.no_grad():
         for parameter in model.streams.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * scale)
@@ -125,7 +131,7 @@ def test_a_known_bias_gives_known_numbers(bias_of: Callable[[Tensor], Tensor], m
     result = measure_geometry(with_bias(bias_of), ids(), spectra=False)
     for layer in range(LAYERS):
         assert result.metrics()[f"geometry.{metric}@layer{layer}"] == pytest.approx(expected, abs=2e-5)
-        assert result.metrics()[f"geometry.{metric}@layer{layer}.{SITE}"] == pytest.approx(expected, abs=2e-5)
+        assert result.metrics()[f"geometry.{metric}_{SITE}@layer{layer}"] == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_stream_that_writes_nothing_has_no_direction() -> None:
@@ -143,8 +149,10 @@ def test_a_stronger_stream_gives_other_numbers_everywhere() -> None:
     assert all(weak[name] == strong[name] for name in weak if "without" in name)
 
 
-def test_per_token_metrics_equal_their_twin_and_batches_do_not_matter() -> None:
-    model, given = structural(), ids(5)
+@pytest.mark.parametrize("case", ["bias", "fusion", "fusion, one projection"])
+def test_per_token_metrics_equal_their_twin_and_batches_do_not_matter(case: str) -> None:
+    beside, inject = (gpt2() if "one" in case else host()), case.partition(",")[0]
+    model, given = structural(inject=inject, beside=beside), ids(5)
     writes: list[tuple[str, int, Tensor, Tensor]] = []
     with (
         recording_writes(model, lambda w: writes.append((w.site, w.layer, w.given_BTD, w.written_BTD))),
@@ -164,7 +172,8 @@ def test_per_token_metrics_equal_their_twin_and_batches_do_not_matter() -> None:
         bias_ND = (written_BTD - given_BTD).flatten(0, 1)
         for centred, name in ((False, "effective_rank"), (True, "effective_rank_centred")):
             assert row.values[name] == other.values[name] == reference_effective_rank(bias_ND, centred=centred)
-    assert len(writes) == 2 * LAYERS
+    assert len(writes) == LAYERS * (2 if inject == "bias" else 1)
+    assert {site for site, *_ in writes} == {row.site for row in whole.rows if row.site}
 
 
 def test_representation_shift_is_of_the_layers_outputs() -> None:
@@ -256,8 +265,7 @@ def test_recording_is_undone_after_an_error() -> None:
 
 
 def test_a_stream_in_some_layers_leaves_gaps_in_the_rest() -> None:
-    config = GPT2Config(vocab_size=50, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2)
-    model = keel.attach(GPT2LMHeadModel(config).eval(), keel.StructuralStream(layers=(1,), init="paper"))
+    model = keel.attach(gpt2(), keel.StructuralStream(layers=(1,), init="paper"))
     first, second = measure_geometry(model, ids(), spectra=False).layers()
     assert "relative_strength" not in first.values and first.values["representation_shift"] == 0
     assert second.values["relative_strength"] > 0 and second.values["representation_shift"] > 0

@@ -28,10 +28,11 @@ from report_cases import (
     write_with_pictures,
 )
 
+from keel.drawing import DARK, LIGHT
 from keel.errors import KeelError
 from keel.evaluation.results import Curve, Metric, Results, write_results
 from keel.report import keep_results, write_docs_page, write_report
-from keel.report.drawing import DARK, LIGHT, looks_of
+from keel.report.drawing import looks_of
 from keel.report.figures import draw_all
 from keel.report.metrics import groups_of, metric_phrase, quantity_phrase
 from keel.report.painting import Line, extent_of, limits_of, log_ticks, spaced, spread

@@ -59,10 +59,10 @@ class AttentionSpans:
         return sorted({row.length for row in self.rows})
 
     def metrics(self) -> dict[str, float]:
-        """Return ``span.METRIC@LENGTH``, means over layers, and ``span.METRIC@LENGTH.layerK``."""
+        """Return ``span.METRIC@LENGTH``, means over layers, and ``span.METRIC_LENGTH@layerK``."""
         found = {f"span.{name}@{length}": self.mean(name, length) for length in self.lengths for name in METRICS}
         return found | {
-            f"span.{name}@{row.length}.layer{row.layer}": value
+            f"span.{name}_{row.length}@layer{row.layer}": value
             for row in self.rows
             for name, value in row.values.items()
         }

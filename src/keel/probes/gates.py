@@ -76,10 +76,10 @@ class GateDepth:
     depth: tuple[int, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Return ``gates.QUANTITY`` of the mean over sites, and ``gates.QUANTITY@SITE`` of every site."""
+        """Return ``gates.QUANTITY`` of the mean over sites, and ``gates.QUANTITY_SITE@layerK`` of every site."""
         names = ("mean_r", "pooled_r", "mean_gate", "low_share", "high_share")
         return {
-            f"gates.{name}{'' if row.site == MEAN_SITE else f'@{row.site}'}": getattr(row, name)
+            f"gates.{name}{'' if row.site == MEAN_SITE else f'_{row.site}'}": getattr(row, name)
             for row in self.rows
             for name in names
         }
@@ -180,8 +180,8 @@ def _site_names(model: KeelForCausalLM, signal: str, sites: int) -> list[str]:
     stream = model.wires.streams.get(signal.rpartition(".")[0])
     pairs = [] if stream is None else stream.write_sites()
     if len(pairs) != sites:
-        return [f"site{index}" for index in range(sites)]
-    return [f"{site}.layer{layer}" for site, layer in pairs]
+        return [f"site@{index}" for index in range(sites)]
+    return [f"{site}@layer{layer}" for site, layer in pairs]
 
 
 def _row(site: str, gates: list[Array], levels: list[Array], resamples: int, seed: int) -> GateRow:

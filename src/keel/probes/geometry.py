@@ -69,9 +69,9 @@ class Geometry:
     rows: tuple[GeometryRow, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Return ``geometry.METRIC@layerK`` and, at a site, ``geometry.METRIC@layerK.SITE``, each with its value."""
+        """Return ``geometry.METRIC@layerK`` and, at a site, ``geometry.METRIC_SITE@layerK``, each with its value."""
         return {
-            f"geometry.{metric}@layer{row.layer}{'' if row.site is None else f'.{row.site}'}": value
+            f"geometry.{metric}{'' if row.site is None else f'_{row.site}'}@layer{row.layer}": value
             for row in self.rows
             for metric, value in row.values.items()
         }
@@ -227,6 +227,8 @@ class _Measured:
 
     def rows(self) -> list[GeometryRow]:
         """Return the rows, layer by layer."""
+        # A site that were written twice in a pass would count its sequences twice.
+        assert len({len(entries) for lists in self.sites.values() for entries in lists.values()}) == 1
         rows = []
         for layer in sorted(self.layers):
             sites = [self._site_row(key) for key in self.sites if key[0] == layer]

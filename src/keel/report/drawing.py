@@ -8,21 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keel.drawing import DARK, LIGHT, SERIES_LIGHT, Canvas, Drawing, Painter, css_variables, render
+from keel.drawing import SERIES_LIGHT
 from keel.evaluation.results import Results
-
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "Canvas",
-    "Drawing",
-    "Look",
-    "Painter",
-    "css_variables",
-    "looks_of",
-    "render",
-    "swatch",
-]
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: tuple[Any, ...] = ((0, (5, 2)), (0, (1.2, 1.4)), (0, (7, 2, 1.2, 2)), (0, (3, 1.2)), (0, (9, 3)))

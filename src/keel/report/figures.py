@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from keel.drawing import Canvas, Drawing, Painter, render
 from keel.evaluation.results import Arm, Curve, Results
 from keel.report.contrasts import ranking, reference_value
-from keel.report.drawing import Canvas, Drawing, Painter, render
 from keel.report.findings import row_mean
 from keel.report.metrics import (
     EXTRAPOLATION,

@@ -10,10 +10,11 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from keel.drawing import DARK, LIGHT, Drawing, css_variables
 from keel.errors import KeelError
 from keel.evaluation.results import Picture, Results, read_results
 from keel.files import write_atomically
-from keel.report.drawing import DARK, LIGHT, Drawing, css_variables, looks_of, swatch
+from keel.report.drawing import looks_of, swatch
 from keel.report.figures import draw_all
 from keel.report.findings import Verdict, verdict
 from keel.report.metrics import groups_of, lengths_of

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from keel.drawing import Canvas
 from keel.evaluation.results import Results
-from keel.report.drawing import Canvas, Look, looks_of
+from keel.report.drawing import Look, looks_of
 from keel.report.text import number
 
 _OUTLIER = 20.0
