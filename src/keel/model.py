@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,6 +90,17 @@ class KeelOutput(CausalLMOutputWithPast):
 
     losses: dict[str, Tensor] | None = None
     signals: dict[str, Tensor] | None = None
+
+    # As in ModelOutput, which lists its fields anew for every attribute and once more at the end: for a token of decoding that
+    # would cost as much as the writes at two layers.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None and name in type(self).__dataclass_fields__:
+            OrderedDict.__setitem__(self, name, value)
+        object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and not isinstance(self.loss, Tensor):  # made from a dict, as accelerate does
+            super().__post_init__()
 
 
 class KeelForCausalLM(PreTrainedModel, GenerationMixin):
@@ -323,11 +335,14 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         flows: dict[str, Flow] = {name: stream.open(inputs, states.get(name, {})) for name, stream in active.items()}
         for name in self.embedding_writers if active else ():
             embeddings_BTD = active[name].write("embeddings", -1, embeddings_BTD, flows[name])
-        carrying: AbstractContextManager[None] = self.wires.carrying(flows) if active else nullcontext()
-        with carrying:
+        wires = self.wires
+        before, wires.flows = wires.flows, flows if active else wires.flows
+        try:
             output = call(
                 inputs_embeds=embeddings_BTD, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache
             )
+        finally:
+            wires.flows = before
         results = {name: stream.close(flows[name]) for name, stream in active.items()}
         if layer is not None:
             layer.store(results, length)

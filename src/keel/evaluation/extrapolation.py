@@ -261,11 +261,14 @@ def _score(
 
 def _token_nll(model: LanguageModel, hidden_RD: Tensor, targets_R: Tensor, head_tokens: int) -> Tensor:
     """Return -log p of every target in nats, float64 on the CPU; the loss itself is computed in float32."""
-    losses = []
-    for hidden, targets in zip(hidden_RD.split(head_tokens), targets_R.split(head_tokens), strict=True):
+    # One buffer: a small tensor kept from every chunk would stand between the large ones that come and go, and the heap would
+    # grow by nearly a chunk of logits each time.
+    nll_R = torch.empty(targets_R.shape, device=hidden_RD.device)
+    chunks = (tensor.split(head_tokens) for tensor in (hidden_RD, targets_R, nll_R))
+    for hidden, targets, nll in zip(*chunks, strict=True):
         logits_RV = model.logits_from_hidden(hidden[None])[0]
-        losses.append(F.cross_entropy(logits_RV.float(), targets, reduction="none"))
-    return torch.cat(losses).double().cpu()
+        nll.copy_(F.cross_entropy(logits_RV.float(), targets, reduction="none"))
+    return nll_R.double().cpu()
 
 
 def _check(segments: Sequence[Segment], lengths: Sequence[int], token_budget: int, head_tokens: int) -> None:

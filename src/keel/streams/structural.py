@@ -26,7 +26,7 @@ from transformers import initialization as init
 
 from keel.errors import KeelError, suggest
 from keel.hosts import HostShape
-from keel.ops.gru import gru
+from keel.ops.gru import gru, gru_step, token_products
 from keel.ops.padding import run_padded
 from keel.ops.scan import linear_scan
 from keel.streams.base import Flow, PassInputs, PassResult, State, Stream, StreamLoss
@@ -102,15 +102,17 @@ class StructuralConfig:
 class StructuralFlow(Flow):
     """Working memory of one pass: the states, the part of the gate that depends on them, and the gates as they are computed."""
 
-    def __init__(self, inputs: PassInputs, states_GBTD: Tensor, final_GBD: Tensor) -> None:
+    history_GBTD: Tensor | None = None
+    gate_from_state_GBTS: Tensor | None = None
+    gate_hidden_SCD: Tensor | None = None
+    gate_scale: Tensor | None = None
+    token_sites: list[tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def __init__(self, inputs: PassInputs, states_GBTD: Tensor, final_GBD: Tensor, keeps_alphas: bool) -> None:
         self.inputs = inputs
         self.states_GBTD = states_GBTD
         self.final_GBD = final_GBD
-        self.history_GBTD: Tensor | None = None
-        self.gate_from_state_GBTS: Tensor | None = None
-        self.gate_hidden_SCD: Tensor | None = None
-        self.gate_scale: Tensor | None = None
-        self.token_sites: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.keeps_alphas = keeps_alphas
         self.alphas: dict[int, Tensor] = {}
 
     def sorted_alphas(self) -> list[Tensor]:
@@ -212,7 +214,9 @@ class StructuralStream(Stream):
             self._recurrence, normed_BTD, inputs.attended_BT, previous_GBD, inputs.document_starts_BT
         )
         seen_GBTD = states_GBTD if self.corrupt is None else self.corrupt(states_GBTD, inputs.attended_BT)
-        flow = StructuralFlow(inputs, _as(seen_GBTD, embeddings_BTD.dtype), final_GBD)
+        # Gates that nobody asks for are not kept: they would hold memory, and stand in the heap between what the host frees.
+        keeps_alphas = inputs.collect_signals or self.config.confidence_penalty > 0
+        flow = StructuralFlow(inputs, _as(seen_GBTD, embeddings_BTD.dtype), final_GBD, keeps_alphas)
         flow.history_GBTD = states_GBTD if inputs.keep_history else None
         if self.config.gate_warmup_steps:
             flow.gate_scale = (self.step / self.config.gate_warmup_steps).clamp(max=1.0)
@@ -245,9 +249,10 @@ class StructuralStream(Stream):
             states_SBD = states_SBD * self.scale.unsqueeze(1)
         if flow.gate_scale is not None:
             states_SBD = states_SBD * flow.gate_scale
-        weight_SBD1 = flow.gate_hidden_SCD.mT.unsqueeze(1).expand(-1, batch, -1, -1)
-        parts = (weight_SBD1, from_state_SB1.unsqueeze(2), states_SBD.unsqueeze(2))
-        return list(zip(*(part.unbind(0) for part in parts), strict=True))
+        weights = flow.gate_hidden_SCD.mT.split(1)
+        if batch > 1:
+            weights = tuple(weight_1D1.expand(batch, -1, -1) for weight_1D1 in weights)
+        return list(zip(weights, from_state_SB1.unsqueeze(2).unbind(), states_SBD.unsqueeze(2).unbind(), strict=True))
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Return ``h + alpha g`` (Eq. 6, before the block's own norm), or ``alpha g + (1 - alpha) h`` (Eq. 4)."""
@@ -256,9 +261,13 @@ class StructuralStream(Stream):
         if flow.token_sites is not None:
             weight_BD1, from_state_B11, bias_BTD = flow.token_sites[index]
             normed_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
-            flow.alphas[index] = alpha_BTC = torch.sigmoid(torch.baddbmm(from_state_B11, normed_BTD, weight_BD1))
+            alpha_BTC = torch.baddbmm(from_state_B11, normed_BTD, weight_BD1).sigmoid_()
+            if flow.keeps_alphas:
+                flow.alphas[index] = alpha_BTC
         else:
-            flow.alphas[index] = alpha_BTC = self._alpha(index, layer, hidden_BTD, flow)
+            alpha_BTC = self._alpha(index, layer, hidden_BTD, flow)
+            if flow.keeps_alphas:
+                flow.alphas[index] = alpha_BTC
             if flow.gate_scale is not None:
                 alpha_BTC = alpha_BTC * flow.gate_scale
             bias_BTD = flow.states_GBTD[self.group_of[layer]]
@@ -305,24 +314,28 @@ class StructuralStream(Stream):
     def _recurrence(
         self, inputs_BTD: Tensor, state_GBD: Tensor | None, document_starts_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if self.config.cell == "gru":
-            return gru(
-                inputs_BTD,
-                self.weight_input,
-                self.weight_state,
-                self.bias_input,
-                self.bias_state,
-                state_GBD,
-                document_starts_BT,
-            )
-        rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
         if inputs_BTD.shape[1] == 1 and state_GBD is not None and document_starts_BT is None:
-            states_GBTD = torch.lerp(state_GBD.unsqueeze(2), candidate_GBTD, rate_GBTD)
-            return states_GBTD, states_GBTD[:, :, 0]
+            is_plain = inputs_BTD.dtype == state_GBD.dtype == self.weight_input.dtype
+            if is_plain and not torch.is_autocast_enabled(inputs_BTD.device.type):
+                final_GBD = self._token(inputs_BTD, state_GBD)
+                return final_GBD.unsqueeze(2), final_GBD
+        if self.config.cell == "gru":
+            weights = self.weight_input, self.weight_state, self.bias_input, self.bias_state
+            return gru(inputs_BTD, *weights, state_GBD, document_starts_BT)
+        rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
         decay_GBTD = 1 - rate_GBTD
         if document_starts_BT is not None:
             decay_GBTD = decay_GBTD.masked_fill(document_starts_BT[None, ..., None], 0.0)
         return linear_scan(decay_GBTD, rate_GBTD * candidate_GBTD, state_GBD)
+
+    def _token(self, inputs_B1D: Tensor, state_GBD: Tensor) -> Tensor:
+        """Return the state [G, B, D] after one token, as decoding reads it, in few calls."""
+        if self.config.cell == "gru":
+            weights = self.weight_input, self.weight_state, self.bias_input, self.bias_state
+            return gru_step(inputs_B1D, *weights, state_GBD)
+        products_G2DB = token_products(inputs_B1D, self.weight_input, self.bias_input, state_GBD.shape[-1])
+        rate_GDB, candidate_GDB = products_G2DB.unbind(1)
+        return torch.lerp(state_GBD.mT, torch.tanh(candidate_GDB), torch.sigmoid(rate_GDB)).mT
 
     def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
         weight_RD = self.weight_input.flatten(0, 1)
