@@ -184,6 +184,23 @@ def test_an_arm_added_later_joins_the_run(recipe: Recipe, results: Results, out:
     assert more.arms["rope"].metrics["ppl@64"] == results.arms["rope"].metrics["ppl@64"]
 
 
+def test_measurements_added_later_are_made_on_what_is_trained(
+    recipe: Recipe, results: Results, out: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(out, tmp_path / "more")
+    out = tmp_path / "more"
+    trained = {path: path.stat().st_mtime_ns for path in out.glob("*/seed0/training.json")}
+    sections = {"gates": {"samples": 3}, "span": {"lengths": [16, 32], "sequences": 2}}
+    given = merge(recipe.model_dump(mode="json", exclude_none=True), {"evaluation": sections})
+    more = run_experiment(parse_recipe(given), out, resume=True, device="cpu", jobs=1)
+    assert trained and {path: path.stat().st_mtime_ns for path in trained} == trained
+    assert more.arms["rope"].metrics["ppl@64"] == results.arms["rope"].metrics["ppl@64"]
+    assert 0 < (more.arms["rope"].metrics["span.distance@32"].mean or 0) < 32
+    assert 0 <= (more.arms["structural"].metrics["gate.saturation@all"].mean or 0) <= 1
+    assert "gate.saturation@all" not in more.arms["rope"].metrics
+    assert more.arms["window"].metrics["span.distance@32"].mean != more.arms["rope"].metrics["span.distance@32"].mean
+
+
 def test_an_arm_that_would_change_the_others_is_refused(recipe: Recipe, results: Results, out: Path) -> None:
     large = _with_arm(recipe, "large", streams={"structural": {"share": "layer", "init": "paper"}})
     with pytest.raises(KeelError, match=r"give arm 'rope' a width of .*; run all arms in another folder"):

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
-from keel.data.languages.dyck import depths
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
 from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
-from keel.evaluation.items import ItemMetric, mean
+from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
-from keel.model import KeelForCausalLM
+from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
+from keel.experiment.subject import Subject
 from keel.positions import Positions, set_positions
-from keel.probes.gates import MEAN_SITE, gate_depth
 from keel.streams import StructuralStream
 from keel.training import Recipe
-from keel.training.trainer import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +31,18 @@ class Evaluation:
     Attributes:
         extrapolation: sums per length and document, None where the recipe does not ask for it.
         metrics: by name, whatever is a ratio over items.
+        sections: of the recipe's ``evaluation`` that were measured.
         seconds: how long it took.
     """
 
     extrapolation: ExtrapolationResult | None = None
     metrics: dict[str, ItemMetric] = field(default_factory=dict)
+    sections: tuple[str, ...]
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        found: dict[str, Any] = {"seconds": self.seconds}
+        found: dict[str, Any] = {"seconds": self.seconds, "sections": list(self.sections)}
         if self.extrapolation is not None:
             found["extrapolation"] = self.extrapolation.to_json()
         if self.metrics:
@@ -68,47 +64,41 @@ def read_evaluation(folder: Path) -> Evaluation | None:
         return Evaluation(
             extrapolation=None if lengths is None else ExtrapolationResult.from_json(lengths),
             metrics={name: ItemMetric.from_json(name, values) for name, values in given.get("metrics", {}).items()},
+            sections=tuple(given.get("sections", ("extrapolation",))),
             seconds=given["seconds"],
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise KeelError(f"{path}: not an evaluation ({error}); remove it to evaluate this arm again") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured: a trained model of an arm, on a device, with the data it learnt from."""
-
-    recipe: Recipe
-    arm: str
-    model: KeelForCausalLM
-    data: TokenCorpus | TaskData
-    device: str
-    progress: Progress
-
-    def tell(self, what: str, done: int, of: int) -> None:
-        """Say how far the measurement is."""
-        self.progress({"event": "evaluate", "what": what, "done": done, "of": of})
-
-    def set_positions(self, length: int) -> None:
-        """Set the positions with which the arm reads ``length`` tokens."""
-        positions = self.recipe.positions_at(self.arm, length)
-        if positions is not None:
-            set_positions(self.model.host, positions)
+def wanted_sections(recipe: Recipe) -> list[str]:
+    """Return what a recipe asks to measure."""
+    return [name for name in type(recipe.evaluation).model_fields if getattr(recipe.evaluation, name) is not None]
 
 
-def measure(subject: Subject) -> Evaluation:
-    """Measure all that the recipe asks for."""
+def is_measured(recipe: Recipe, folder: Path) -> bool:
+    """Whether everything that the recipe asks for was measured on the unit in ``folder``."""
+    found = read_evaluation(folder)
+    return found is not None and set(wanted_sections(recipe)) <= set(found.sections)
+
+
+def measure(subject: Subject, before: Evaluation | None = None) -> Evaluation:
+    """Measure all that the recipe asks for and ``before`` does not have; return both together."""
     started = time.perf_counter()
-    wanted = subject.recipe.evaluation
-    lengths = _extrapolation(subject) if wanted.extrapolation is not None else None
-    metrics: list[ItemMetric] = []
+    wanted = wanted_sections(subject.recipe)
+    done = () if before is None else before.sections
+    lengths = None if before is None else before.extrapolation
+    metrics = {} if before is None else dict(before.metrics)
+    if "extrapolation" in wanted and "extrapolation" not in done:
+        lengths = _extrapolation(subject)
     for name, run in _METRICS.items():
-        if getattr(wanted, name) is not None:
-            metrics += run(subject)
+        if name in wanted and name not in done:
+            metrics |= {metric.name: metric for metric in run(subject)}
     return Evaluation(
         extrapolation=lengths,
-        metrics={metric.name: metric for metric in metrics},
-        seconds=time.perf_counter() - started,
+        metrics=metrics,
+        sections=tuple(dict.fromkeys([*done, *wanted])),
+        seconds=time.perf_counter() - started + (0.0 if before is None else before.seconds),
     )
 
 
@@ -197,53 +187,12 @@ def _attention_match(subject: Subject) -> list[ItemMetric]:
     return attention_match(subject.model, subject.data).metrics()
 
 
-def _gates(subject: Subject) -> list[ItemMetric]:
-    """Saturation of the gates by site, and on bracket words their correlation with depth (S-Former, Fig. 2, App. A.5)."""
-    wanted, signal = subject.recipe.evaluation.gates, "structural.gate"
-    assert wanted is not None
-    stream = subject.model.wires.streams.get("structural")
-    if not isinstance(stream, StructuralStream) or stream.config.gate == "none":
-        return []
-    subject.tell("gates", 0, 1)
-    sequences, levels = _gated_sequences(subject, wanted.samples)
-    found = gate_depth(subject.model, sequences, levels, signal=signal)
-    metrics: list[ItemMetric] = []
-    for row in found.rows:
-        where = "" if row.site == MEAN_SITE else f"_{row.site}".replace("_attention_qk", "").replace(".layer", "@layer")
-        # Of all sites together, the mean of their shares: the mean gate over sites may be far from 0 and 1 while they are not.
-        chosen = [row] if where else [other for other in found.rows if other.site != MEAN_SITE]
-        share = sum(other.low_share + other.high_share for other in chosen) / len(chosen)
-        metrics.append(mean(f"gate.saturation{where}", [share], unit="share of tokens", higher_is_better=False))
-        if isinstance(subject.data, TaskData):
-            metrics.append(
-                ItemMetric(
-                    name=f"alpha_depth.r{where}",
-                    unit="Pearson's r",
-                    higher_is_better=True,
-                    # A word in which gate or depth is constant has no r and counts nothing.
-                    numerators=tuple(0.0 if math.isnan(r) else r for r in row.r),
-                    denominators=tuple(0.0 if math.isnan(r) else 1.0 for r in row.r),
-                )
-            )
-    return metrics
-
-
-def _gated_sequences(subject: Subject, count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Sequences of the test split with the depth of every token; text has none, and zeros stand for it."""
-    data = subject.data
-    if isinstance(data, TokenCorpus):
-        length = subject.recipe.train_window(subject.arm)
-        segments = evaluation_segments(data.test, length - 1, count)
-        return [segment.ids for segment in segments], [torch.zeros(len(segment.ids)) for segment in segments]
-    words = [data.language.sample("test", index).whole for index in range(count)]
-    sequences = [torch.tensor([data.tokenizer.bos_token_id, *data.encode(word)]) for word in words]
-    return sequences, [torch.tensor([0, *depths(word)]) for word in words]
-
-
 _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "attention_match": _attention_match,
     "completion": _completion,
-    "gates": _gates,
+    "gates": measure_gates,
+    "geometry": measure_geometry_of,
+    "span": measure_spans,
     "last_word": _last_word,
     "blocks": _blocks,
 }

@@ -32,7 +32,7 @@ from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
 from keel.experiment.collect import collect, git_commit
 from keel.experiment.display import Display
-from keel.experiment.measure import read_evaluation
+from keel.experiment.measure import is_measured
 from keel.experiment.unit import Plan, Unit, read_plan, run_unit
 from keel.files import write_atomically
 from keel.training import Recipe, load_recipe
@@ -88,7 +88,7 @@ def run_experiment(
 
         if _world_size() > 1:
             torch.distributed.barrier()
-        todo = [unit for unit in units if read_evaluation(unit.folder(out)) is None]
+        todo = [unit for unit in units if not is_measured(recipe, unit.folder(out))]
         with Display(recipe, out, done=len(units) - len(todo), total=len(units), silent=_rank() > 0) as display:
             if _world_size() > 1:
                 _run_here(recipe, plan, todo, out, device, display, publish)
@@ -137,8 +137,9 @@ def _kept(value: Any) -> Any:
 def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any, Any] | None:
     """The first place where two recipes differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
-        # An arm may be added to a run; no other field may appear or go.
-        keys = before if path == ("arms",) else {**before, **now}
+        # Arms and measurements may be added to a run; no other field may appear or go.
+        added = path in (("arms",), ("evaluation",))
+        keys = [key for key in before if before[key] is not None] if added else {**before, **now}
         pairs = [(str(key), before.get(key), now.get(key)) for key in keys]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = [(str(i), *values) for i, values in enumerate(zip(before, now, strict=True))]

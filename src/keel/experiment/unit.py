@@ -18,7 +18,8 @@ import torch
 
 from keel.data import TaskData, TokenCorpus
 from keel.errors import KeelError
-from keel.experiment.measure import Subject, measure, read_evaluation
+from keel.experiment.measure import is_measured, measure, read_evaluation
+from keel.experiment.subject import Subject
 from keel.model import KeelForCausalLM
 from keel.training import Recipe, load_recipe, read_training_report, train
 from keel.training.build import build_model, load_data
@@ -110,7 +111,7 @@ def run_unit(
             progress=progress,
         )
         del model
-    if read_evaluation(folder) is None and _is_first_process():
+    if not is_measured(recipe, folder) and _is_first_process():
         evaluate_unit(recipe, unit, out, data, device=device, progress=progress)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -124,7 +125,7 @@ def evaluate_unit(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
     subject = Subject(recipe=recipe, arm=unit.arm, model=model, data=data, device=place, progress=progress)
-    content = {"arm": unit.arm, "seed": unit.seed, **measure(subject).to_json()}
+    content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)
 
 

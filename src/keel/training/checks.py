@@ -68,7 +68,7 @@ def _check_data(recipe: Recipe) -> None:
             _refuse_unknown(CorpusConfig, fields, where)
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
-    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks")}
+    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     has = "text" if task is None else "the task markov" if task.language == "markov" else "strings to complete"

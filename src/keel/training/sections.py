@@ -245,6 +245,30 @@ class Gates(Section):
     samples: Count = 500
 
 
+class Geometry(Section):
+    """The geometry of what a structural stream writes, by layer (``keel.probes.geometry``), on text.
+
+    Attributes:
+        sequences: stretches of the test split.
+        length: tokens of each.
+    """
+
+    sequences: Count = 16
+    length: Annotated[int, Field(ge=2)] = 256
+
+
+class Span(Section):
+    """How far attention reaches (``keel.probes.attention_span``), on text.
+
+    Attributes:
+        lengths: tokens that are read at once, ascending; the last is how long the stretches are.
+        sequences: stretches of the test split.
+    """
+
+    lengths: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [256, 1024, 4096]
+    sequences: Count = 4
+
+
 class AttentionMatch(Section):
     """How far the attention is from the task's transition matrix; it has no fields: ``attention_match: {}``."""
 
@@ -258,6 +282,8 @@ class Evaluation(Section):
     last_word: LastWord | None = None
     blocks: Blocks | None = None
     gates: Gates | None = None
+    geometry: Geometry | None = None
+    span: Span | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Evaluation:
