@@ -287,6 +287,59 @@ def generate(
     print(text)  # rich would take control characters out
 
 
+class Probe(StrEnum):
+    """What to look at in a checkpoint."""
+
+    geometry = "geometry"
+    span = "span"
+    gates = "gates"
+
+
+@app.command()
+def probe(
+    what: Annotated[
+        Probe,
+        typer.Argument(help="geometry: what the stream writes; span: how far attention reaches; gates: against depth."),
+    ],
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="A Keel checkpoint; for span several, hosts too.", metavar="CHECKPOINT...")
+    ],
+    corpus: Annotated[
+        str, typer.Option(help="Text: a path, data:NAME, hub:DATASET or stdlib. Gates read bracket words.")
+    ] = "stdlib",
+    out_dir: Annotated[Path, typer.Option("--out", help="New folder for table.json and the figures.")] = Path("probe"),
+    length: Annotated[list[int], typer.Option(min=2, help="Tokens of a row; for span again for more.")] = [256],  # noqa: B006
+    sequences: Annotated[int, typer.Option(min=1, help="Rows of text, or words.")] = 16,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Look into a trained checkpoint: a table on the screen, the same as JSON, and figures.
+
+    Example:  keel probe geometry runs/demo/structural/seed0/model --out probes/geometry
+
+    Example:  keel probe span runs/demo/rope/seed0/model runs/demo/structural/seed0/model --length 256 --length 2048
+
+    Example:  keel probe gates runs/s_former/dyck.small/fusion/seed0/model --sequences 500
+    """
+    from keel import probing
+
+    if what is not Probe.span and len(checkpoints) > 1:
+        raise KeelError(
+            f"probe {what.value}: {len(checkpoints)} checkpoints given; it takes one, only span compares several"
+        )
+    if (out_dir / "table.json").exists():
+        raise KeelError(f"{out_dir} already holds a probe; choose another folder with --out")
+    common: dict[str, Any] = {"sequences": sequences, "device": _device(device)}
+    with _working():
+        if what is Probe.gates:
+            table = probing.probe_gates(checkpoints[0], out_dir, **common)
+        elif what is Probe.span:
+            table = probing.probe_spans(checkpoints, corpus, out_dir, lengths=length, **common)
+        else:
+            table = probing.probe_geometry(checkpoints[0], corpus, out_dir, length=length[-1], **common)
+    out.print(table)
+    out.print(escape(str(out_dir)))
+
+
 @app.command()
 def doctor() -> None:
     """What this machine has, and which recipes it can run in what time (on 2 CPU cores).

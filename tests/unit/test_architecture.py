@@ -39,6 +39,7 @@ FLOORS = {
     "experiment": 4,
     "trial": 4,
     "doctor": 4,
+    "probing": 4,
     "cli": 5,
     "__main__": 6,
     "__init__": 6,  # re-exports the public names; nobody inside imports from it

@@ -24,6 +24,12 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
             {"host", "gru"},
             "evaluation, blocks of 16",
         ),
+        (
+            "completion",
+            ["--words", "4", "--slow-words", "1", "--length", "8"],
+            {"batched", "one by one"},
+            "completion",
+        ),
     ],
 )
 def test_a_benchmark_compares_every_arm_with_the_host(

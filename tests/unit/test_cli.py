@@ -223,6 +223,9 @@ BAD_CALLS: dict[str, tuple[str, str]] = {
     "report of nothing": ("report ./nowhere", "nowhere"),
     "report of a damaged file": ("report {damaged}", "not JSON"),
     "several reports to nowhere": ("report {text} {text}", "--out"),
+    "a probe of a bare host": ("probe geometry {host} --corpus {text}", "has no streams to look at"),
+    "a probe of too little text": ("probe geometry {keel} --corpus {short}", "too few for 16 rows of 256"),
+    "geometry of two": ("probe geometry {keel} {keel}", "it takes one, only span compares several"),
 }
 
 
@@ -528,3 +531,19 @@ def test_the_plan_is_a_recipe_with_both_arms_that_reads_back(
     assert plan.recipe.phases_of("host") == plan.recipe.phases_of("structural"), "the same steps on the same windows"
     assert plan.recipe.host == {"checkpoint": str(host)} and Path(plan.recipe.data.corpus["source"]) == text
     assert f"{plan.recipe.phases[0].steps} steps" in plan.notes[0]
+
+
+def test_probes_print_a_table_and_leave_figures(run_keel: Keel, keel_checkpoint: Path, host: Path, text: Path) -> None:
+    few = ("--corpus", text, "--sequences", 2, "--length", 16)
+    for words, says in (
+        (("geometry", keel_checkpoint, *few), "relative strength"),
+        (("span", keel_checkpoint, host, *few, "--length", 32), "distance"),
+        (("gates", keel_checkpoint, "--sequences", 3), "mean r"),
+    ):
+        ended = run_keel("probe", *words, "--out", words[0])
+        assert ended.code == 0, ended.err
+        assert says in ended.out
+        assert json.loads(Path(words[0], "table.json").read_text())["schema"] == "keel.probe/1"
+        assert list(Path(words[0]).glob("*.svg")) and list(Path(words[0]).glob("*.png"))
+    again = run_keel("probe", "gates", keel_checkpoint, "--out", "gates")
+    assert again.code == 2 and "already holds a probe" in again.err
