@@ -20,6 +20,7 @@ from keel.evaluation.items import item_statistic
 from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
 from keel.experiment.measure import Evaluation, read_evaluation
+from keel.experiment.pictures import pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
@@ -64,6 +65,7 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         arms=arms,
         comparisons=statistics.comparisons(),
         reference=None if reference is None else Reference(**reference.model_dump()),
+        figures=pictures(recipe, list(finished), out),
     )
 
 

@@ -17,8 +17,10 @@ from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
+from keel.experiment.pictures import ATTENTION_FILE
 from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
 from keel.experiment.subject import Subject
+from keel.files import write_atomically
 from keel.positions import Positions, set_positions
 from keel.streams import StructuralStream
 from keel.training import Recipe
@@ -184,7 +186,10 @@ def _completion(subject: Subject) -> list[ItemMetric]:
 
 def _attention_match(subject: Subject) -> list[ItemMetric]:
     assert isinstance(subject.data, TaskData)
-    return attention_match(subject.model, subject.data).metrics()
+    found = attention_match(subject.model, subject.data)
+    matrices = {"estimate": found.estimate_VV.tolist(), "target": found.target_VV.tolist()}
+    write_atomically(subject.folder / ATTENTION_FILE, json.dumps(matrices).encode())
+    return found.metrics()
 
 
 _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from keel.data import TaskData, TokenCorpus, evaluation_segments
 from keel.data.languages.dyck import depths
 from keel.evaluation.items import ItemMetric, mean
+from keel.experiment.pictures import GATES_PREFIX
 from keel.experiment.subject import Subject
 from keel.probes.attention_span import attention_spans
 from keel.probes.gates import MEAN_SITE, gate_depth
@@ -32,6 +33,9 @@ def measure_gates(subject: Subject) -> list[ItemMetric]:
     subject.tell("gates", 0, 1)
     sequences, levels = _gated_sequences(subject, wanted.samples)
     found = gate_depth(subject.model, sequences, levels, signal=signal)
+    if isinstance(subject.data, TaskData):
+        for drawing in found.drawings():
+            drawing.write(subject.folder, GATES_PREFIX)
     metrics: list[ItemMetric] = []
     for row in found.rows:
         where = "" if row.site == MEAN_SITE else f"_{row.site}".replace("_attention_qk", "").replace(".layer", "@layer")

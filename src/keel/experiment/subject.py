@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from keel.data import TaskData, TokenCorpus
 from keel.model import KeelForCausalLM
@@ -13,7 +14,10 @@ from keel.training.trainer import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is measured: a trained model of an arm, on a device, with the data it learnt from."""
+    """What is measured: a trained model of an arm, on a device, with the data it learnt from.
+
+    ``folder`` is the unit's: what a picture is drawn from later is kept there.
+    """
 
     recipe: Recipe
     arm: str
@@ -21,6 +25,7 @@ class Subject:
     data: TokenCorpus | TaskData
     device: str
     progress: Progress
+    folder: Path
 
     def tell(self, what: str, done: int, of: int) -> None:
         """Say how far the measurement is."""

@@ -124,7 +124,15 @@ def evaluate_unit(
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
-    subject = Subject(recipe=recipe, arm=unit.arm, model=model, data=data, device=place, progress=progress)
+    subject = Subject(
+        recipe=recipe,
+        arm=unit.arm,
+        model=model,
+        data=data,
+        device=place,
+        progress=progress,
+        folder=unit.folder(out),
+    )
     content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)
 
