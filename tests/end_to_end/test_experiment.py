@@ -192,6 +192,7 @@ def test_measurements_added_later_are_made_on_what_is_trained(
     trained = {path: path.stat().st_mtime_ns for path in out.glob("*/seed0/training.json")}
     sections = {"gates": {"samples": 3}, "span": {"lengths": [16, 32], "sequences": 2}}
     given = merge(recipe.model_dump(mode="json", exclude_none=True), {"evaluation": sections})
+    run_experiment(recipe, out, resume=True, seeds=[0, 1], only=["rope"], device="cpu", jobs=1)
     more = run_experiment(parse_recipe(given), out, resume=True, device="cpu", jobs=1)
     assert trained and {path: path.stat().st_mtime_ns for path in trained} == trained
     assert more.arms["rope"].metrics["ppl@64"] == results.arms["rope"].metrics["ppl@64"]

@@ -116,6 +116,9 @@ class Statistics:
         if lengths:
             found |= _at_lengths(lengths)
         for name, metric in evaluations[0].metrics.items():
+            # A measurement added to a finished run is there for some seeds first: it waits for all.
+            if any(name not in evaluation.metrics for evaluation in evaluations):
+                continue
             statistic = item_statistic([evaluation.metrics[name] for evaluation in evaluations])
             found[name] = Measured(statistic, metric.unit, metric.higher_is_better)
         return found
