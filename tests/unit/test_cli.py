@@ -200,6 +200,14 @@ BAD_CALLS: dict[str, tuple[str, str]] = {
     "no seeds": ("run demo --seeds 0", "--seeds"),
     "a GPU that is not there": ("run demo --scale tiny --device cuda", "no usable GPU"),
     "no such corpus": ("run demo --scale tiny --set data.corpus.source=./nowhere", "nowhere does not exist"),
+    "a window longer than the text": (
+        "run demo --scale tiny --set data.corpus.source={text} --set phases.train.window=50000",
+        "a window of 50,000 tokens does not fit",
+    ),
+    "a stretch longer than the text": (
+        "run demo --scale tiny --set data.corpus.source={text} --set evaluation.extrapolation.lengths=[32,90000]",
+        "the split has",
+    ),
     "no such checkpoint": ("generate ./nowhere hello", "does not exist"),
     "folder without a model": ("generate {text} hello", "no config.json"),
     "file as checkpoint": ("generate {host}/config.json hello", "is a file"),

@@ -28,6 +28,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
+from keel.data import SlidingWindows, TokenCorpus, evaluation_segments
 from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
 from keel.experiment.collect import collect, git_commit
@@ -152,6 +153,8 @@ def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any,
 def _prepare(recipe: Recipe, out: Path) -> Plan:
     """Read the data once, settle what all units must agree on, and write it down."""
     data = load_data(recipe)
+    if isinstance(data, TokenCorpus):
+        _check_sizes(recipe, data)
     plan = read_plan(out)
     if plan is None:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -170,6 +173,24 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
         plan.write(out)
         write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
     return plan
+
+
+def _check_sizes(recipe: Recipe, tokens: TokenCorpus) -> None:
+    """Refuse windows and stretches that the text is too short for before anything is trained.  Raises: KeelError."""
+    for arm in recipe.trained_arms():
+        for phase in recipe.phases_of(arm):
+            SlidingWindows(tokens.train, phase.window, phase.window_stride)
+            SlidingWindows(tokens.valid, phase.window, phase.window)
+    wanted = recipe.evaluation
+    if wanted.extrapolation is not None:
+        split = getattr(tokens, wanted.extrapolation.split)
+        evaluation_segments(split, wanted.extrapolation.lengths[-1], wanted.extrapolation.segments)
+    if wanted.blocks is not None:
+        evaluation_segments(getattr(tokens, wanted.blocks.split), wanted.blocks.length, wanted.blocks.count)
+    if wanted.geometry is not None:
+        evaluation_segments(tokens.test, wanted.geometry.length, wanted.geometry.sequences)
+    if wanted.span is not None:
+        evaluation_segments(tokens.test, wanted.span.lengths[-1], wanted.span.sequences)
 
 
 def _widths_with_new_arms(
