@@ -24,7 +24,7 @@ class ItemMetric:
     Attributes:
         name: ``family.metric`` or ``family.metric@condition``.
         unit: of the value.
-        higher_is_better: the direction.
+        higher_is_better: the direction; None where more is neither better nor worse.
         numerators, denominators: one entry an item; the value is the sum of the first over that of the second.
         exponential: the value is the exponential of that ratio (perplexity).
     Raises: KeelError for no items or unequal numbers of them.
@@ -32,7 +32,7 @@ class ItemMetric:
 
     name: str
     unit: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     numerators: tuple[float, ...]
     denominators: tuple[float, ...]
     exponential: bool = False
@@ -80,7 +80,7 @@ def accuracy(name: str, hits: Sequence[float], *, higher_is_better: bool = True)
     return mean(name, hits, unit="share", higher_is_better=higher_is_better)
 
 
-def mean(name: str, values: Sequence[float], *, unit: str, higher_is_better: bool) -> ItemMetric:
+def mean(name: str, values: Sequence[float], *, unit: str, higher_is_better: bool | None) -> ItemMetric:
     """Return the plain mean of a value an item."""
     return ItemMetric(
         name=name,

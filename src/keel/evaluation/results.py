@@ -62,7 +62,7 @@ class Metric(_Model):
     mean: Number | None
     ci95: Interval | None
     unit: str
-    higher_is_better: StrictBool
+    higher_is_better: StrictBool | None
 
 
 class Curve(_Model):

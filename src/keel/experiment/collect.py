@@ -6,7 +6,7 @@ import datetime
 import math
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -101,7 +101,8 @@ class Statistics:
                 continue
             ours, theirs = self._measured(arm, seeds), self._measured(baseline, seeds)
             for metric in ours:
-                if not metric.startswith("bpb@") and metric in theirs:
+                # What has no better end is not compared: a description is read, not won.
+                if metric in theirs and not metric.startswith("bpb@") and ours[metric].higher_is_better is not None:
                     if ours[metric].statistic.shape != theirs[metric].statistic.shape:
                         raise KeelError(f"{metric}: arms {arm!r} and {baseline!r} were measured on different items")
                     bootstrap = self._bootstrap(ours[metric].statistic)
@@ -134,7 +135,7 @@ class Measured(NamedTuple):
 
     statistic: Statistic
     unit: str
-    higher_is_better: bool
+    higher_is_better: bool | None
 
 
 def _at_lengths(results: Sequence[ExtrapolationResult]) -> dict[str, Measured]:
@@ -169,12 +170,19 @@ def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | Non
         seed: {p["tokens"]: p["nll"] for p in report.curve} for seed, report in reports.items() if report is not None
     }
     x = sorted({tokens for curve in points.values() for tokens in curve})
-    values = [[_exp(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]
-    of_text = recipe.data.task is None
-    label = (
-        f"validation perplexity at {recipe.train_window(arm)} tokens" if of_text else "validation perplexity of targets"
-    )
+    task = recipe.data.task
+    shown: Callable[[float | None], float | None]
+    if task is not None and task.language == "markov":  # what is validated is a divergence and no likelihood
+        label, shown = "validation KL divergence from P* (nats)", _as_it_is
+    else:
+        what = f"at {recipe.train_window(arm)} tokens" if task is None else "of targets"
+        label, shown = f"validation perplexity {what}", _exp
+    values = [[shown(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]
     return {label: Curve(x_label="training tokens", x=x, values=values)}
+
+
+def _as_it_is(nats: float | None) -> float | None:
+    return nats
 
 
 def _exp(nats: float | None) -> float | None:

@@ -122,11 +122,11 @@ def _rows(subject: Subject, length: int, count: int) -> Tensor:
 
 
 def _over_sequences(name: str, values: Sequence[float], unit: str) -> ItemMetric:
-    """A mean over sequences in which what is not defined counts nothing. More is neither better nor worse: said as higher."""
+    """A description: a mean over sequences, in which what is not defined counts nothing."""
     return ItemMetric(
         name=name,
         unit=unit,
-        higher_is_better=True,
+        higher_is_better=None,
         numerators=tuple(0.0 if math.isnan(value) else value for value in values),
         denominators=tuple(0.0 if math.isnan(value) else 1.0 for value in values),
     )

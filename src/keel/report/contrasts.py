@@ -30,11 +30,16 @@ class Contrast:
 
 
 def ranking(results: Results, metric: str, *, streams: bool | None = None) -> list[str]:
-    """Return the arms that measured a metric, best first; `streams` keeps only those with (True) or without (False)."""
+    """Return the arms that measured a metric, best first; `streams` keeps only those with (True) or without (False).
+
+    A metric of which neither end is better ranks nobody.
+    """
     measured: list[tuple[float, str]] = []
     for name, arm in results.arms.items():
         value = mean_of(arm, metric)
-        if value is not None and not math.isnan(value) and streams in (None, bool(arm.streams)):
+        if value is None or arm.metrics[metric].higher_is_better is None:
+            continue
+        if not math.isnan(value) and streams in (None, bool(arm.streams)):
             measured.append((-value if arm.metrics[metric].higher_is_better else value, name))
     return [name for _, name in sorted(measured, key=lambda pair: pair[0])]
 
@@ -51,7 +56,7 @@ def contrast(results: Results, metric: str, arm: str, baseline: str) -> Contrast
     if not paired and ours is not None and theirs is not None and ours.mean is not None and theirs.mean is not None:
         difference = ours.mean - theirs.mean
     ahead: bool | None = None
-    if ours is not None and not math.isnan(difference) and difference != 0:
+    if ours is not None and ours.higher_is_better is not None and not math.isnan(difference) and difference != 0:
         ahead = (difference > 0) == ours.higher_is_better
     decided = ahead is not None and (_excludes_zero(ci95) if paired else _apart(ours, theirs))
     return Contrast(

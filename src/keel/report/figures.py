@@ -13,6 +13,7 @@ from keel.evaluation.results import Arm, Curve, Results
 from keel.report.contrasts import ranking, reference_value
 from keel.report.findings import row_mean
 from keel.report.metrics import (
+    DIRECTIONS,
     EXTRAPOLATION,
     Group,
     count,
@@ -76,14 +77,14 @@ def _draw_group(results: Results, group: Group, prefix: str) -> Drawing | None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("evaluated length (tokens)" if tokens else group.axis)
         y_label = unit if perplexity else f"{phrase} ({unit})" if unit else phrase
-        limits = extent_of(lines) if higher_is_better else limits_of(lines)
+        limits = limits_of(lines) if higher_is_better is False else extent_of(lines)
         paint_lines(canvas, results, lines, y_label=y_label, limits=limits, logarithmic=logarithmic)
 
     ends = f"{group.columns[0]} to {group.columns[-1]}"
     what = (
         f"Perplexity of the same tokens, read in blocks of {ends} tokens, both axes logarithmic."
         if perplexity
-        else f"{capitalised(phrase)} at {group.axis} {ends}; {'higher' if higher_is_better else 'lower'} is better."
+        else f"{capitalised(phrase)} at {group.axis} {ends}; {DIRECTIONS[higher_is_better]}."
     )
     return _finish(
         results,

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.evaluation.results import Results
+from keel.evaluation.results import Curve, Results
 from keel.report.contrasts import (
     Contrast,
     contrast,
@@ -268,9 +268,19 @@ def _training_sentences(results: Results) -> list[str]:
         if math.isfinite(ratios[0]) and math.isfinite(ratios[-1]):
             sentences.append(
                 f"Along training, {label} of {label_of(results, stream)} is {ratios[0]:.3f} of that of "
-                f"{label_of(results, host)} at the first measurement and {ratios[-1]:.3f} at the last."
+                f"{label_of(results, host)} at the first measurement and {ratios[-1]:.3f} at the last{_extreme(curve, ratios)}."
             )
     return sentences
+
+
+def _extreme(curve: Curve, ratios: list[float]) -> str:
+    """Where along training the ratio was lowest or highest, if that was neither at the beginning nor at the end."""
+    ends = ratios[0], ratios[-1]
+    for word, best in (("lowest", min), ("highest", max)):
+        value = best(ratios)
+        if abs(value - best(ends)) > 0.02 * value:
+            return f"; {word}, {value:.3f}, after {curve.x[ratios.index(value)]:,.0f} {curve.x_label}"
+    return ""
 
 
 def row_mean(row: list[float | None]) -> float:

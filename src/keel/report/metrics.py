@@ -164,10 +164,14 @@ def primary_metrics(results: Results) -> list[str]:
     """
     lengths = lengths_of(results, "ppl")
     primary = [f"ppl@{length}" for length in lengths[-1:]] + single_metrics(results)
-    return primary or [group.metrics[-1] for group in groups_of(results)]
+    primary = primary or [group.metrics[-1] for group in groups_of(results)]
+    return [metric for metric in primary if unit_of(results, metric)[1] is not None]
 
 
-def unit_of(results: Results, metric: str) -> tuple[str, bool]:
-    """Return the unit of a metric and whether higher is better, as the first arm that has the metric says."""
+DIRECTIONS = {True: "higher is better", False: "lower is better", None: "more is neither better nor worse"}
+
+
+def unit_of(results: Results, metric: str) -> tuple[str, bool | None]:
+    """Return the unit of a metric and whether higher is better (None: neither), as the first arm that has it says."""
     entry = next(arm.metrics[metric] for arm in results.arms.values() if metric in arm.metrics)
     return entry.unit, entry.higher_is_better

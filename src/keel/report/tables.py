@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from keel.evaluation.results import Arm, Results
 from keel.report.contrasts import Contrast, contrast, label_of, mean_of, ranking, reference_value, tally
-from keel.report.metrics import Group, lengths_of, metric_phrase, primary_metrics, single_metrics, unit_of
+from keel.report.metrics import DIRECTIONS, Group, lengths_of, metric_phrase, primary_metrics, single_metrics, unit_of
 from keel.report.text import capitalised, interval, number, probability, size_of
 
 
@@ -43,10 +43,13 @@ class Table:
     metrics: list[str] = field(default_factory=list)
 
 
+_ARROWS = {True: "↑", False: "↓", None: ""}
+
+
 def group_table(results: Results, group: Group) -> Table:
     """Return arms × conditions for one group of metrics, the paper's values in rows of their own below each arm."""
     unit, higher_is_better = unit_of(results, group.metrics[0])
-    better = "higher is better" if higher_is_better else "lower is better"
+    better = DIRECTIONS[higher_is_better]
     return Table(
         title=capitalised(group.title),
         note=_NOTES.get(group.quantity) or f"{capitalised(f'{unit}; {better}' if unit else better)}.",
@@ -74,7 +77,7 @@ def single_table(results: Results) -> Table | None:
 
 def _heading(results: Results, metric: str) -> str:
     unit, higher_is_better = unit_of(results, metric)
-    return f"{metric_phrase(metric)}{f' ({unit})' if unit else ''} {'↑' if higher_is_better else '↓'}"
+    return f"{metric_phrase(metric)}{f' ({unit})' if unit else ''} {_ARROWS[higher_is_better]}".rstrip()
 
 
 def cost_table(results: Results) -> Table:
