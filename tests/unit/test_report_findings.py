@@ -16,8 +16,9 @@ from report_cases import ARMS, DYCK, PAPER, make_dyck, make_measured, make_mixed
 from keel.evaluation.results import Metric, Results
 from keel.report.contrasts import contrast, ranking, reference_value, tally
 from keel.report.findings import verdict
-from keel.report.metrics import metric_phrase, primary_metrics
+from keel.report.metrics import groups_of, metric_phrase, primary_metrics
 from keel.report.reproduction import reproduction
+from keel.report.tables import group_table, single_table
 from keel.report.text import duration, interval, joined, number, probability, size_of
 
 NEAR_FAR = (256, 1024)
@@ -392,3 +393,44 @@ def test_other_quantities_are_written_for_a_reader() -> None:
     ]
     assert (joined(["a"]), joined(["a", "b", "c"])) == ("a", "a, b and c")
     assert (metric_phrase("ppl@4096"), metric_phrase("exact_match")) == ("perplexity at 4,096 tokens", "exact match")
+
+
+def test_what_describes_has_no_best_arm() -> None:
+    measured: Any = {
+        "rope": ("RoPE", [], {"dyck.structural_accuracy": 0.5, "span.distance@256": 30.0}),
+        "structural": ("Stream", ["structural"], {"dyck.structural_accuracy": 0.6, "span.distance@256": 40.0}),
+    }
+    results = make_measured(measured)
+    assert ranking(results, "span.distance@256") and primary_metrics(results) == ["dyck.structural_accuracy"]
+    for arm in measured:
+        for metric in ("span.distance@256", "dyck.structural_accuracy"):
+            results = replace_metric(results, arm, metric, higher_is_better=None)
+    assert ranking(results, "span.distance@256") == primary_metrics(results) == []
+    assert contrast(results, "span.distance@256", "structural", "rope").ahead is None
+    table = group_table(results, groups_of(results)[0])
+    assert "more is neither better nor worse" in table.note and not any(
+        cell.best for row in table.rows for cell in row.cells
+    )
+    single = single_table(results)
+    assert single is not None and not single.columns[0].endswith(("↑", "↓"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ([100.0, 100.0, 100.0, 100.0], ""),
+        ([100.0, 200.0, 160.0, 130.0], "; lowest, 0.500, after 2,000 training tokens"),
+        ([100.0, 80.0, 90.0, 100.0], "; highest, 1.250, after 2,000 training tokens"),
+    ],
+)
+def test_the_lead_along_training_says_where_it_was_largest(theirs: list[float], says: str) -> None:
+    data = two_arms(4.3, 0.06).model_dump(by_alias=True)
+    for arm, values in (("structural", [100.0] * 4), ("rope", theirs)):
+        curve = {
+            "x_label": "training tokens",
+            "x": [1000, 2000, 3000, 4000],
+            "values": [[value] * 3 for value in values],
+        }
+        data["arms"][arm]["curves"] = {"validation perplexity": curve}
+    text = " ".join(verdict(Results.model_validate(data)).sentences)
+    assert f"at the last{says}." in text
