@@ -27,7 +27,7 @@ def main() -> None:
     given = parser.parse_args()
     device, size = timing.prepare(given), models.SIZES[given.size]
     host = models.bare_host(size, positions=given.prompt_tokens + given.new_tokens)
-    built = {"host": host, "gru": models.with_stream(host, "gru"), "scan": models.with_stream(host, "scan")}
+    built = {"host": host, **{cell: models.with_stream(host, cell, shared=True) for cell in ("gru", "scan")}}
     prompt_BT = torch.randint(0, size.vocabulary, (given.batch, given.prompt_tokens), device=device)
     arms = {
         name: decoding(model.to(device, models.DTYPES[given.dtype]).eval(), prompt_BT, given.new_tokens)

@@ -55,9 +55,13 @@ def bare_host(size: Size, positions: int = 2048) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def with_stream(host: LlamaForCausalLM, cell: str, copied: bool = True) -> keel.KeelForCausalLM:
-    """Return the host, or a copy of it, with a structural stream whose write has an effect, as after some training."""
-    model = keel.attach(copy.deepcopy(host) if copied else host, keel.StructuralStream(cell=cell))
+def with_stream(host: LlamaForCausalLM, cell: str, copied: bool = True, shared: bool = False) -> keel.KeelForCausalLM:
+    """Return the host, or a copy of it, with a structural stream whose write has an effect, as after some training.
+
+    A copy with ``shared`` weights has the host's own tensors: where in memory weights lie makes a difference of some percent.
+    """
+    weights = {id(parameter): parameter for parameter in host.parameters()} if shared else {}
+    model = keel.attach(copy.deepcopy(host, weights) if copied else host, keel.StructuralStream(cell=cell))
     for name, parameter in model.streams.named_parameters():
         if name.endswith("scale"):
             nn.init.normal_(parameter, std=0.1)

@@ -152,16 +152,18 @@ def stream_layer(cache: Cache, host_config: PreTrainedConfig) -> StreamCacheLaye
             f"past_key_values must be a transformers Cache, got {type(cache).__name__}; pass DynamicCache(config=...)"
         )
     last = cache.layers[-1] if cache.layers else None
-    seen = last.seen if isinstance(last, StreamCacheLayer) else 0
-    if not isinstance(last, StreamCacheLayer) and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+    # By its type: the class is abstract in transformers, which makes isinstance many calls, and every token of decoding asks.
+    own = last if type(last) is StreamCacheLayer else None
+    seen = 0 if own is None else own.seen
+    if own is None and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         raise KeelError("a static cache would silently lose the streams' state; use cache_implementation='dynamic'")
     if cache.get_seq_length() != seen:
         raise KeelError(
             f"this cache was filled without the streams, their state is missing: it holds {cache.get_seq_length()} tokens, of which "
             f"they saw {seen}; start from an empty cache"
         )
-    if isinstance(last, StreamCacheLayer):
-        return last
+    if own is not None:
+        return own
     while len(cache.layers) < host_config.num_hidden_layers:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = StreamCacheLayer()

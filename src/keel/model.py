@@ -246,16 +246,16 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         output, results, num_tokens = self._pass(
             call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, collect_signals
         )
-        total = next((n for n in (num_tokens_in_batch, num_items_in_batch) if n is not None), num_tokens)
-        losses = {
-            f"{name}.{key}": loss.weight * loss.token_sum / total
-            for name, result in results.items()
-            for key, loss in result.losses.items()
-        }
+        in_batch = num_items_in_batch if num_tokens_in_batch is None else num_tokens_in_batch
+        total = num_tokens if in_batch is None else in_batch
+        losses: dict[str, Tensor] = {}
+        for name, result in results.items():
+            for key, auxiliary in result.losses.items():
+                losses[f"{name}.{key}"] = auxiliary.weight * auxiliary.token_sum / total
         loss = output.loss
         if loss is not None:
-            for auxiliary in losses.values():
-                loss = loss + auxiliary
+            for term in losses.values():
+                loss = loss + term
         return KeelOutput(
             loss=loss,
             logits=output.logits,
@@ -301,7 +301,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise KeelError("give exactly one of input_ids and inputs_embeds")
         embeddings_BTD: Tensor = (
-            inputs_embeds if inputs_embeds is not None else self.host.get_input_embeddings()(input_ids)
+            inputs_embeds if inputs_embeds is not None else self.host.base_model.get_input_embeddings()(input_ids)
         )
         if use_cache is None:
             use_cache = self.host.config.use_cache and not self.training
@@ -386,6 +386,18 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             super()._init_weights(module)
 
     # -- generation -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The host's device. Generation asks twice a token, and the search for a first parameter starts further inside here."""
+        return self.host.base_model.device
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """Leave positions to the host where nothing is padded: it counts on from its cache, which costs a token less."""
+        attention_mask = model_kwargs.get("attention_mask")
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -143,6 +143,20 @@ def test_final_hidden_and_head_give_the_logits(case: Case) -> None:
 
 
 @stream_cases
+def test_the_output_is_as_every_model_output(case: Case) -> None:
+    ids, model = tokens(1, 5), case.model()
+    output = model(ids, labels=ids, collect_signals=True, output_hidden_states=True)
+    keys = ["loss", "logits", "past_key_values", "hidden_states", "losses", "signals"]
+    assert list(output) == [key for key in keys if key != "losses" or case.stream.losses]
+    assert all(output[key] is getattr(output, key) for key in output) and output.attentions is None
+    assert output.to_tuple() == tuple(output.values())
+    output.attentions = ids
+    assert output["attentions"] is ids
+    again = type(output)(dict(output))  # as accelerate makes it anew
+    assert list(again) == list(output) and again.loss is output.loss and again.losses is output.losses
+
+
+@stream_cases
 def test_a_deep_copy_is_independent(case: Case) -> None:
     ids, model = tokens(2, LENGTH), case.model()
     model.gradient_checkpointing_enable()

@@ -266,6 +266,7 @@ def test_without_weight_there_is_no_penalty_and_unasked_no_signal_or_history() -
     stream.write("mlp_norm_input", 0, _hidden(0), flow)
     result = stream.close(flow)
     assert result.losses == result.signals == result.history == {}
+    assert not flow.alphas  # kept gates are memory
 
 
 def test_checkpointed_layers_are_not_counted_twice() -> None:

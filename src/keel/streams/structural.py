@@ -106,7 +106,7 @@ class StructuralFlow(Flow):
     gate_from_state_GBTS: Tensor | None = None
     gate_hidden_SCD: Tensor | None = None
     gate_scale: Tensor | None = None
-    token_sites: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    token_sites: dict[tuple[str, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
     def __init__(self, inputs: PassInputs, states_GBTD: Tensor, final_GBD: Tensor, keeps_alphas: bool) -> None:
         self.inputs = inputs
@@ -157,6 +157,7 @@ class StructuralStream(Stream):
         groups, sites, width = 1 if shared else len(layers), len(self.site_index), shape.hidden_size
         channels = width if self.config.gate == "channel" else 1
         rows = 3 if self.config.cell == "gru" else 2
+        self.width = (width,)
         self.norm = nn.LayerNorm(width)
         self.weight_input = nn.Parameter(torch.empty(groups, rows * width, width))
         self.bias_input = nn.Parameter(torch.empty(groups, rows * width))
@@ -207,7 +208,8 @@ class StructuralStream(Stream):
         # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
         weight_D, embeddings_BTD = self.norm.weight, inputs.embeddings_BTD
         normed_BTD = torch.layer_norm(_as(embeddings_BTD, weight_D.dtype), weight_D.shape, weight_D, self.norm.bias)
-        normed_BTD = _as(normed_BTD, torch.promote_types(normed_BTD.dtype, torch.float32))
+        if normed_BTD.dtype not in (torch.float32, torch.float64):
+            normed_BTD = normed_BTD.float()
         previous = state.get("g")
         previous_GBD = None if previous is None else previous.transpose(0, 1)
         states_GBTD, final_GBD = run_padded(
@@ -234,13 +236,13 @@ class StructuralStream(Stream):
         temperature = self.temperature()
         return logits if isinstance(temperature, int | float) and temperature == 1 else logits / temperature
 
-    def _token_sites(self, flow: StructuralFlow) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _token_sites(self, flow: StructuralFlow) -> dict[tuple[str, int], tuple[Tensor, Tensor, Tensor]]:
         """For a pass over one token, as in decoding: each site's gate weight [B, D, 1], the gate's part that depends on the
         state [B, 1, 1], and what is written where the gate is open [B, 1, D]. All sites at once: calls are what a token costs.
         """
         assert flow.gate_hidden_SCD is not None
-        states_SBD = flow.states_GBTD.squeeze(2)
-        sites, groups, batch = len(self.site_index), len(states_SBD), states_SBD.shape[1]
+        groups, batch = flow.states_GBTD.shape[:2]
+        states_SBD, sites = flow.states_GBTD.squeeze(2), len(self.site_index)
         if groups > 1:
             states_SBD = states_SBD.repeat_interleave(sites // groups, 0)
         states_SBD = states_SBD.expand(sites, -1, -1)
@@ -249,18 +251,17 @@ class StructuralStream(Stream):
             states_SBD = states_SBD * self.scale.unsqueeze(1)
         if flow.gate_scale is not None:
             states_SBD = states_SBD * flow.gate_scale
-        weights = flow.gate_hidden_SCD.mT.split(1)
-        if batch > 1:
-            weights = tuple(weight_1D1.expand(batch, -1, -1) for weight_1D1 in weights)
-        return list(zip(weights, from_state_SB1.unsqueeze(2).unbind(), states_SBD.unsqueeze(2).unbind(), strict=True))
+        weight_SBD1 = flow.gate_hidden_SCD.unsqueeze(-1).expand(-1, batch, -1, -1)
+        parts = (weight_SBD1, from_state_SB1.unsqueeze(2), states_SBD.unsqueeze(2))
+        return dict(zip(self.site_index, zip(*(part.unbind() for part in parts), strict=True), strict=True))
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Return ``h + alpha g`` (Eq. 6, before the block's own norm), or ``alpha g + (1 - alpha) h`` (Eq. 4)."""
         assert isinstance(flow, StructuralFlow)
         index = self.site_index[site, layer]
         if flow.token_sites is not None:
-            weight_BD1, from_state_B11, bias_BTD = flow.token_sites[index]
-            normed_BTD = torch.layer_norm(hidden_BTD, hidden_BTD.shape[-1:])
+            weight_BD1, from_state_B11, bias_BTD = flow.token_sites[site, layer]
+            normed_BTD = torch.layer_norm(hidden_BTD, self.width)
             alpha_BTC = torch.baddbmm(from_state_B11, normed_BTD, weight_BD1).sigmoid_()
             if flow.keeps_alphas:
                 flow.alphas[index] = alpha_BTC
