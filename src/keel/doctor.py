@@ -67,7 +67,9 @@ def runnable() -> list[Runnable]:
     for name in list_recipes():
         for scale in recipe_scales(name):
             recipe = load_recipe(name, scale)
-            lacks = _lacks(recipe.data.corpus_config().source)
+            passages = recipe.evaluation.last_word
+            given = [recipe.data.corpus, None if passages is None else passages.passages]
+            lacks = ", ".join(filter(None, (_lacks(str(fields["source"])) for fields in given if fields is not None)))
             found.append(
                 Runnable(
                     recipe=name,

@@ -243,6 +243,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
+        # With positions of the caller's own the mask stays: without one, hosts read restarting positions as packed documents.
+        if position_ids is None:
+            attention_mask = _unless_all_attended(attention_mask)
         output, results, num_tokens = self._pass(
             call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, collect_signals
         )
@@ -277,6 +280,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> BaseModelOutputWithPast:
         """Return the hidden states that the head would read, [B, T, D], with the streams at work and without the head."""
         call = functools.partial(self.host.base_model, return_dict=True)
+        attention_mask = _unless_all_attended(attention_mask)
         output, _, _ = self._pass(
             call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, False
         )
@@ -322,7 +326,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         ):  # the host goes on in a cache that it is given, so do the streams
             cache = new_cache(self.host.config) if cache is None else cache
             layer = stream_layer(cache, self.host.config)
-        length, attention_mask = embeddings_BTD.shape[1], _unless_all_attended(attention_mask)
+        length = embeddings_BTD.shape[1]
         inputs = PassInputs(
             embeddings_BTD=embeddings_BTD,
             attended_BT=_attended(attention_mask, length) if active else None,

@@ -223,3 +223,14 @@ def test_caches_that_would_lose_the_state_are_refused(case: Case) -> None:
         model(ids, past_key_values=own, use_cache=True)
     with pytest.raises(keel.KeelError, match="holds 10 tokens, of which they saw 5"):
         model(ids, past_key_values=own, use_cache=True)
+
+
+@host_cases
+def test_a_mask_without_padding_is_heeded_beside_positions_that_restart(case: Case) -> None:
+    """Without any mask a host takes such positions for packed documents; with one it does not, and neither may we."""
+    model, ids = case.attached(), tokens(2, 8)
+    positions = torch.arange(4).repeat(2).expand(2, -1)
+    with torch.no_grad():
+        expected = case.host()(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
+        found = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
+    assert torch.equal(found, expected)
