@@ -93,11 +93,13 @@ def test_the_paper_scale_has_the_paper_sizes() -> None:
     assert (phase.learning_rate, phase.label_smoothing, phase.clip) == (1e-4, 0.03, 1.0)
 
 
-def test_the_reference_holds_table_2() -> None:
+def test_the_reference_holds_tables_2_and_4() -> None:
     recipe = load_recipe("s_former/wikitext103_extrapolation", "paper")
     assert recipe.reference is not None
-    values = recipe.reference.values
+    printed = recipe.reference.values
+    assert recipe.evaluation.extrapolation is not None
     lengths = [f"ppl@{length}" for length in recipe.evaluation.extrapolation.lengths]
+    values = {arm: {name: x for name, x in row.items() if name.startswith("ppl@")} for arm, row in printed.items()}
     assert all(list(values[arm]) == lengths for arm in ("rope", "fusion", "structural"))
     # The growths that the paper's text speaks of.
     assert math.isclose(values["rope"]["ppl@40960"] / values["rope"]["ppl@256"], 9.787, abs_tol=1e-3)
@@ -105,6 +107,13 @@ def test_the_reference_holds_table_2() -> None:
     # Column sums, so that no digit was mistyped.
     sums = [round(sum(values[arm].values()), 2) for arm in ("rope", "fusion", "structural")]
     assert sums == [3398.28, 1479.71, 791.49]
+    geometry = {name: x for name, x in printed["structural"].items() if name.startswith("geometry.")}
+    by_metric = {metric: [geometry[f"geometry.{metric}@layer{layer}"] for layer in range(4)] for metric in _TABLE_4}
+    assert {metric: round(sum(values), 3) for metric, values in by_metric.items()} == _TABLE_4
+    assert len(geometry) == 12
+
+
+_TABLE_4 = {"relative_strength": 1.732, "orthogonality": 3.751, "temporal_consistency": 2.054}  # column sums
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
