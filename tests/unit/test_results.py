@@ -107,7 +107,7 @@ def put(path: str, value: Any):
         (put("reference/papr", 1), "did you mean 'paper'"),
         (put("figures/0/titel", 1), "field figures.0.titel: unknown; did you mean 'title'"),
         (put("figures/0/file", "../heads.png"), "field figures.0.file: expected the path of a .png or .svg file below"),
-        (put("figures/0/file", "/tmp/heads.png"), "expected the path of a .png or .svg file below"),
+        (put("figures/0/file", "/heads.png"), "expected the path of a .png or .svg file below"),
         (put("figures/0/file", "figures/heads.pdf"), "expected the path of a .png or .svg file below"),
         (lambda data: data["arms"]["rope"].pop("label"), "field arms.rope.label: missing; give it a value"),
         (put("arms/rope/metrics/ppl@256/mean", "high"), "metrics.ppl@256.mean: expected a number or one of NaN"),

@@ -11,9 +11,8 @@ import torch
 
 from keel.data import Segment
 from keel.errors import KeelError
-from keel.evaluation.extrapolation import LanguageModel
 from keel.evaluation.items import ItemMetric
-from keel.evaluation.scoring import score_tokens
+from keel.evaluation.scoring import LanguageModel, score_tokens
 
 
 def block_scores(

@@ -16,32 +16,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
 
 from keel.data.windows import Segment
 from keel.errors import KeelError
+from keel.evaluation.scoring import LanguageModel, score_tokens
 from keel.evaluation.statistics import TokenScores
-
-
-class LanguageModel(Protocol):
-    """What is evaluated: ``KeelForCausalLM``, or anything that gives its final hidden states and its head apart."""
-
-    training: bool
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch between training and evaluation."""
-
-    def final_hidden(self, input_ids: Tensor) -> Any:
-        """Return an object whose ``last_hidden_state`` is [B, T, D], from ids [B, T]."""
-
-    def logits_from_hidden(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [B, T, V]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,22 +237,11 @@ def _score(
     ids_BT = torch.stack([segments[index].ids[start:stop] for index, start, stop in batch]).to(device)
     targets_BT = torch.stack([segments[index].ids[start + 1 : stop + 1] for index, start, stop in batch]).to(device)
     hidden_BTD = model.final_hidden(input_ids=ids_BT).last_hidden_state
-    nll_BT = _token_nll(model, hidden_BTD.flatten(0, 1), targets_BT.flatten(), head_tokens).view(ids_BT.shape)
+    scores = score_tokens(model, hidden_BTD.flatten(0, 1), targets_BT.flatten(), head_tokens)
+    nll_BT = scores.nll_R.view(ids_BT.shape)
     for nll_T, (index, start, stop) in zip(nll_BT.numpy(), batch, strict=True):
         segment = segments[index]
         total.add(nll_T, segment.document_T[start:stop], segment.bytes[start:stop])
-
-
-def _token_nll(model: LanguageModel, hidden_RD: Tensor, targets_R: Tensor, head_tokens: int) -> Tensor:
-    """Return -log p of every target in nats, float64 on the CPU; the loss itself is computed in float32."""
-    # One buffer: a small tensor kept from every chunk would stand between the large ones that come and go, and the heap would
-    # grow by nearly a chunk of logits each time.
-    nll_R = torch.empty(targets_R.shape, device=hidden_RD.device)
-    chunks = (tensor.split(head_tokens) for tensor in (hidden_RD, targets_R, nll_R))
-    for hidden, targets, nll in zip(*chunks, strict=True):
-        logits_RV = model.logits_from_hidden(hidden[None])[0]
-        nll.copy_(F.cross_entropy(logits_RV.float(), targets, reduction="none"))
-    return nll_R.double().cpu()
 
 
 def _check(segments: Sequence[Segment], lengths: Sequence[int], token_budget: int, head_tokens: int) -> None:

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from keel.data import Document
 from keel.errors import KeelError
-from keel.evaluation.extrapolation import LanguageModel
 from keel.evaluation.items import ItemMetric, accuracy
-from keel.evaluation.scoring import score_tokens
+from keel.evaluation.scoring import LanguageModel, score_tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

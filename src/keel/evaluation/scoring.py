@@ -1,19 +1,32 @@
 """Score tokens from final hidden states in bounded memory: the head runs over a chunk of rows at a time.
 
-Shapes: R rows (tokens), D hidden size, V vocabulary.
+Shapes: B batch, T tokens, R rows (tokens), D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keel.evaluation.extrapolation import LanguageModel
-
 HEAD_TOKENS = 512
+
+
+class LanguageModel(Protocol):
+    """What is evaluated: ``KeelForCausalLM``, or anything that gives its final hidden states and its head apart."""
+
+    training: bool
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch between training and evaluation."""
+
+    def final_hidden(self, input_ids: Tensor) -> Any:
+        """Return an object whose ``last_hidden_state`` is [B, T, D], from ids [B, T]."""
+
+    def logits_from_hidden(self, hidden_BTD: Tensor) -> Tensor:
+        """Return logits [B, T, V]."""
 
 
 class TokenScore(NamedTuple):
@@ -23,11 +36,21 @@ class TokenScore(NamedTuple):
     hit_R: Tensor
 
 
-def score_tokens(model: LanguageModel, hidden_RD: Tensor, targets_R: Tensor) -> TokenScore:
-    """Score each target under the hidden state that predicts it; never more than ``HEAD_TOKENS`` rows of logits exist."""
-    losses, hits = [], []
-    for hidden, targets in zip(hidden_RD.split(HEAD_TOKENS), targets_R.split(HEAD_TOKENS), strict=True):
+def score_tokens(
+    model: LanguageModel, hidden_RD: Tensor, targets_R: Tensor, head_tokens: int = HEAD_TOKENS
+) -> TokenScore:
+    """Score each target under the hidden state that predicts it; the loss itself is computed in float32.
+
+    Args:
+        head_tokens: most rows of logits that exist at a time.
+    """
+    # One buffer each: a small tensor kept from every chunk would stand between the large ones that come and go, and the heap
+    # would grow by nearly a chunk of logits each time.
+    nll_R = torch.empty(targets_R.shape, device=hidden_RD.device)
+    hit_R = torch.empty(targets_R.shape, device=hidden_RD.device, dtype=torch.bool)
+    chunks = (tensor.split(head_tokens) for tensor in (hidden_RD, targets_R, nll_R, hit_R))
+    for hidden, targets, nll, hit in zip(*chunks, strict=True):
         logits_RV = model.logits_from_hidden(hidden[None])[0].float()
-        losses.append(F.cross_entropy(logits_RV, targets, reduction="none"))
-        hits.append(logits_RV.argmax(-1) == targets)
-    return TokenScore(torch.cat(losses).double().cpu(), torch.cat(hits).cpu())
+        nll.copy_(F.cross_entropy(logits_RV, targets, reduction="none"))
+        hit.copy_(logits_RV.argmax(-1) == targets)
+    return TokenScore(nll_R.double().cpu(), hit_R.cpu())
