@@ -86,7 +86,8 @@ STREAM_CASES: dict[str, StreamCase] = {
     "gru_model": StreamCase(_structural(cell="gru", confidence_penalty=0.3), everywhere=True, losses=_CONFIDENCE),
     "gru_layer": StreamCase(_structural(cell="gru", share="layer", gate="channel", temperature=(4.0, 2.0, 10))),
     "scan_model": StreamCase(_structural(cell="scan", gate="channel", confidence_penalty=0.3), losses=_CONFIDENCE),
-    "scan_layer": StreamCase(_structural(cell="scan", share="layer", gate_warmup_steps=4), everywhere=True),
+    "scan_layer": StreamCase(_structural(cell="scan", share="layer", gate_warmup_steps=4)),
+    "diagonal_layer": StreamCase(_structural(cell="diagonal", share="layer", gate_warmup_steps=4), everywhere=True),
     "gru_paper": StreamCase(_structural(cell="gru", init="paper"), identity=False),
     "fusion_model": StreamCase(
         _structural(inject="fusion", confidence_penalty=0.3), everywhere=True, losses=_CONFIDENCE

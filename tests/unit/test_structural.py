@@ -32,7 +32,11 @@ TOLERANCE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES_OF_A_STREAM = [
     {"inject": inject, "cell": cell, "share": share, "gate": gate, "init": init}
     for inject, cell, share, gate, init in itertools.product(
-        ("bias", "fusion"), ("gru", "scan"), ("model", "layer"), ("scalar", "channel", "none"), ("identity", "paper")
+        ("bias", "fusion"),
+        ("gru", "diagonal", "scan"),
+        ("model", "layer"),
+        ("scalar", "channel", "none"),
+        ("identity", "paper"),
     )
 ]
 every_stream = pytest.mark.parametrize("fields", SHAPES_OF_A_STREAM, ids=lambda fields: "-".join(fields.values()))

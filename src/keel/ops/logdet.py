@@ -151,6 +151,7 @@ def degeneracy(blocks_BTRR: Tensor, width: int) -> Degeneracy:
 
 
 def check_shapes(queries_BSR: Tensor, keys_BSR: Tensor, visible_BTS: Tensor) -> None:
+    """Raise ShapeError unless the arguments of ``attention_logdet`` fit together."""
     if keys_BSR.dim() != 3 or queries_BSR.shape != keys_BSR.shape:
         raise ShapeError(
             f"attention_logdet: queries {list(queries_BSR.shape)}, keys {list(keys_BSR.shape)}; expected the same [B, S, R]"

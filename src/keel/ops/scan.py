@@ -35,7 +35,7 @@ def linear_scan(decay_BTH: Tensor, input_BTH: Tensor, state_BH: Tensor | None = 
     """Run ``h_t = decay_t * h_(t-1) + input_t``, element by element, in at least float32.
 
     Args:
-        decay_BTH: what is kept of the state, in [0, 1]; any number of leading dimensions, T at least 1. Zero forgets
+        decay_BTH: what is kept of the state, in [-1, 1]; any number of leading dimensions, T at least 1. Zero forgets
             all, so that a document can begin there.
         input_BTH: what is added, same shape.
         state_BH: the state before the first step; zeros when None.

@@ -26,6 +26,7 @@ from transformers import initialization as init
 
 from keel.errors import KeelError, suggest
 from keel.hosts import HostShape
+from keel.ops.diagonal_gru import diagonal_gru
 from keel.ops.gru import gru, gru_step, token_products
 from keel.ops.padding import run_padded
 from keel.ops.scan import linear_scan
@@ -34,7 +35,7 @@ from keel.streams.base import Flow, PassInputs, PassResult, State, Stream, Strea
 _NORM_SITES = {"attention": "attention_norm_input", "mlp": "mlp_norm_input"}
 _CHOICES = {
     "inject": ("bias", "fusion"),
-    "cell": ("gru", "scan"),
+    "cell": ("gru", "diagonal", "scan"),
     "share": ("model", "layer"),
     "gate": ("scalar", "channel", "none"),
     "init": ("identity", "paper"),
@@ -48,7 +49,8 @@ class StructuralConfig:
     Attributes:
         inject: how the state enters the host; ``bias`` is Eq. 6, ``fusion`` Eqs. 3 and 4. The gate of a fusion reads what the
             projections would have read: LN(x) in a pre-norm host, the raw residual in a post-norm one (OLMo2).
-        cell: ``gru`` is Eq. 2; ``scan`` a gated linear recurrence, parallel over time (the paper's future work).
+        cell: ``gru`` is Eq. 2. Parallel over time (the paper's future work) are ``diagonal``, a GRU whose channels do not mix in the
+            recurrence, and ``scan``, a gated linear recurrence.
         share: ``model`` has one recurrence that all layers read, ``layer`` one a layer (App. A.5).
         gate: ``scalar`` is one alpha a token and site, ``channel`` one a channel, ``none`` is alpha = 1 (the ablation of 4.4.2).
         layers: layers that are written to; None for all.
@@ -60,7 +62,7 @@ class StructuralConfig:
     """
 
     inject: Literal["bias", "fusion"] = "bias"
-    cell: Literal["gru", "scan"] = "gru"
+    cell: Literal["gru", "diagonal", "scan"] = "gru"
     share: Literal["model", "layer"] = "model"
     gate: Literal["scalar", "channel", "none"] = "scalar"
     layers: tuple[int, ...] | None = None
@@ -156,7 +158,7 @@ class StructuralStream(Stream):
         self.group_of = {layer: 0 if shared else index for index, layer in enumerate(layers)}
         groups, sites, width = 1 if shared else len(layers), len(self.site_index), shape.hidden_size
         channels = width if self.config.gate == "channel" else 1
-        rows = 3 if self.config.cell == "gru" else 2
+        rows = 2 if self.config.cell == "scan" else 3
         self.width = (width,)
         self.norm = nn.LayerNorm(width)
         self.weight_input = nn.Parameter(torch.empty(groups, rows * width, width))
@@ -164,6 +166,9 @@ class StructuralStream(Stream):
         if self.config.cell == "gru":
             self.weight_state = nn.Parameter(torch.empty(groups, rows * width, width))
             self.bias_state = nn.Parameter(torch.empty(groups, rows * width))
+        if self.config.cell == "diagonal":
+            self.weight_state = nn.Parameter(torch.empty(groups, rows * width))
+            self.bias_state = nn.Parameter(torch.empty(groups, width))
         if self.config.gate != "none":
             self.gate_state = nn.Parameter(torch.empty(sites, channels, width))
             self.gate_hidden = nn.Parameter(torch.empty(sites, channels, width))
@@ -172,13 +177,17 @@ class StructuralStream(Stream):
             self.scale = nn.Parameter(torch.empty(sites, width))
 
     def init_weights(self) -> None:
-        """See ``Stream.init_weights``: GRU and gate as PyTorch initialises theirs; the scan's time scales span 1 to 256 tokens."""
+        """See ``Stream.init_weights``: GRU and gate as PyTorch initialises theirs (a diagonal as a matrix of width 1), the scan's time
+        scales from 1 to 256 tokens.
+        """
         width = self.norm.weight.shape[0]
         init.ones_(self.norm.weight)
         init.zeros_(self.norm.bias)
         for name in ("weight_input", "bias_input", "weight_state", "bias_state"):
             if hasattr(self, name):
                 init.uniform_(getattr(self, name), -(width**-0.5), width**-0.5)
+        if self.config.cell == "diagonal":
+            init.uniform_(self.weight_state, -1.0, 1.0)
         if self.config.cell == "scan":
             # sigmoid(bias) = 1 / time scale: from a channel that only sees the present to one that averages 256 tokens.
             time_scales = torch.logspace(0.5, 8, width, base=2.0)
@@ -323,6 +332,9 @@ class StructuralStream(Stream):
         if self.config.cell == "gru":
             weights = self.weight_input, self.weight_state, self.bias_input, self.bias_state
             return gru(inputs_BTD, *weights, state_GBD, document_starts_BT)
+        if self.config.cell == "diagonal":
+            projected_GBTR = self._project(inputs_BTD)
+            return diagonal_gru(projected_GBTR, self.weight_state, self.bias_state, state_GBD, document_starts_BT)
         rate_GBTD, candidate_GBTD = self._scan_inputs(inputs_BTD)
         decay_GBTD = 1 - rate_GBTD
         if document_starts_BT is not None:
@@ -334,15 +346,25 @@ class StructuralStream(Stream):
         if self.config.cell == "gru":
             weights = self.weight_input, self.weight_state, self.bias_input, self.bias_state
             return gru_step(inputs_B1D, *weights, state_GBD)
-        products_G2DB = token_products(inputs_B1D, self.weight_input, self.bias_input, state_GBD.shape[-1])
-        rate_GDB, candidate_GDB = products_G2DB.unbind(1)
+        products_GKDB = token_products(inputs_B1D, self.weight_input, self.bias_input, state_GBD.shape[-1])
+        if self.config.cell == "diagonal":
+            reset_GDB, update_GDB, candidate_GDB = products_GKDB.unbind(1)
+            u_G3D1, state_GDB = self.weight_state.unflatten(1, (3, -1)).unsqueeze(-1), state_GBD.mT
+            reset_GDB = torch.addcmul(reset_GDB, u_G3D1[:, 0], state_GDB).sigmoid_()
+            update_GDB = torch.addcmul(update_GDB, u_G3D1[:, 1], state_GDB).sigmoid_()
+            inner_GDB = torch.addcmul(self.bias_state.unsqueeze(-1), u_G3D1[:, 2], state_GDB)
+            return torch.lerp(torch.addcmul(candidate_GDB, reset_GDB, inner_GDB).tanh_(), state_GDB, update_GDB).mT
+        rate_GDB, candidate_GDB = products_GKDB.unbind(1)
         return torch.lerp(state_GBD.mT, torch.tanh(candidate_GDB), torch.sigmoid(rate_GDB)).mT
 
-    def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, inputs_BTD: Tensor) -> Tensor:
+        """Return ``W x + b`` of every recurrence, [G, B, T, R]."""
         weight_RD = self.weight_input.flatten(0, 1)
         projected_BTR = F.linear(_as(inputs_BTD, weight_RD.dtype), weight_RD, self.bias_input.flatten())
-        projected_GBTR = _as(projected_BTR, inputs_BTD.dtype).unflatten(-1, (len(self.bias_input), -1)).movedim(-2, 0)
-        rate_GBTD, candidate_GBTD = projected_GBTR.chunk(2, -1)
+        return _as(projected_BTR, inputs_BTD.dtype).unflatten(-1, (len(self.bias_input), -1)).movedim(-2, 0)
+
+    def _scan_inputs(self, inputs_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        rate_GBTD, candidate_GBTD = self._project(inputs_BTD).chunk(2, -1)
         return torch.sigmoid(rate_GBTD), torch.tanh(candidate_GBTD)
 
 
@@ -385,7 +407,11 @@ def _reference_step(stream: StructuralStream, group: int, x_BD: Tensor, g_BD: Te
         rate, candidate = projected.chunk(2, -1)
         return (1 - torch.sigmoid(rate)) * g_BD + torch.sigmoid(rate) * torch.tanh(candidate)
     reset_x, update_x, new_x = projected.chunk(3, -1)
-    reset_g, update_g, new_g = (g_BD @ stream.weight_state[group].T + stream.bias_state[group]).chunk(3, -1)
+    if stream.config.cell == "diagonal":
+        reset_g, update_g, new_g = (g_BD * diagonal for diagonal in stream.weight_state[group].chunk(3, -1))
+        new_g = new_g + stream.bias_state[group]
+    else:
+        reset_g, update_g, new_g = (g_BD @ stream.weight_state[group].T + stream.bias_state[group]).chunk(3, -1)
     update = torch.sigmoid(update_x + update_g)
     new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_g) * new_g)
     return (1 - update) * new + update * g_BD
