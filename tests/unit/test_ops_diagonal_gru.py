@@ -110,7 +110,7 @@ def test_half_precision_is_computed_in_float32() -> None:
 def test_shapes_that_do_not_fit(index: int, change: Callable[[Tensor], Tensor]) -> None:
     tensors = list(inputs())
     tensors[index] = change(tensors[index])
-    with pytest.raises(ShapeError, match="diagonal_gru: (projected_GBT3H|weight_G3H|bias_GH|state_GBH)"):
+    with pytest.raises(ShapeError, match=r"diagonal_gru: (projected_GBT3H|weight_G3H|bias_GH|state_GBH)"):
         diagonal_gru(*tensors)
 
 

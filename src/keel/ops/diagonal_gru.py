@@ -63,7 +63,7 @@ def diagonal_gru(
     Reference twin: ``reference_diagonal_gru``.
     """
     _check_shapes(projected_GBT3H, weight_G3H, bias_GH, state_GBH, document_starts_BT)
-    groups, batch, length, width = projected_GBT3H.shape
+    groups, batch, _, width = projected_GBT3H.shape
     dtype = torch.promote_types(torch.promote_types(projected_GBT3H.dtype, weight_G3H.dtype), torch.float32)
     if state_GBH is None:
         state_GBH = projected_GBT3H.new_zeros(groups, batch, width // 3, dtype=dtype)
