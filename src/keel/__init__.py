@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from keel.cache import signals_of
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import LearnedPositionsStream, StructuralStream
+from keel.streams import LearnedPositionsStream, MarginPrior, StructuralStream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "KeelError",
     "KeelForCausalLM",
     "LearnedPositionsStream",
+    "MarginPrior",
     "Positions",
     "StructuralStream",
     "attach",
     "load",
+    "signals_of",
 ]

@@ -3,7 +3,9 @@
 It is appended behind the host's own layers. A recurrent state has no length to cut, so while the past is recorded (assisted and
 prompt-lookup decoding) the state after every recent token is kept, and ``crop(-n)`` restores exactly the one n tokens ago.
 
-Shapes: B batch, T recent tokens.
+What a stream keeps of every token, and signals that were asked for, grow with the text as keys and values do, and are cut.
+
+Shapes: B batch, T recent tokens, S tokens seen.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class StreamCacheLayer(CacheLayerMixin):
         states: for each stream its state, every tensor [B, ...]; empty before the first token.
         history: for each stream the states after each recent token, [B, T, ...]; kept only while ``record_past``.
         base: the states before the first token of ``history``.
+        past: for each stream what it keeps of every token, [B, S, ...].
+        signals: for each stream the signals of every token, [B, S] or [B, S, L]; only of passes that were asked for them.
     """
 
     is_croppable = True
@@ -36,6 +40,8 @@ class StreamCacheLayer(CacheLayerMixin):
         self.states: dict[str, State] = {}
         self.base: dict[str, State] = {}
         self.history: dict[str, State] = {}
+        self.past: dict[str, State] = {}
+        self.signals: dict[str, State] = {}
         self.record_past = False
         self.seen = 0
 
@@ -50,8 +56,15 @@ class StreamCacheLayer(CacheLayerMixin):
                     self.base[name] = self.states.get(name, {})
                     self.history[name] = dict(result.history)
         self.states = {name: dict(result.state) for name, result in results.items()}
+        for name, result in results.items():
+            _append(self.past, name, result.past)
+            _append(self.signals, name, dict(result.signals))
         self.seen += num_tokens
         self.is_initialized = True
+
+    def of(self, name: str) -> State:
+        """Return what the stream ``name`` finds when a pass opens: its state, and what it kept of every token."""
+        return {**self.states.get(name, {}), **self.past.get(name, {})}
 
     def activate_past_recording(self) -> None:
         """Keep the state after every token from now on, until ``crop``."""
@@ -84,6 +97,10 @@ class StreamCacheLayer(CacheLayerMixin):
             )
         self.history, self.base = {}, {}
         self.seen -= removed
+        if removed:
+            for group in (self.past, self.signals):
+                for name, kept_tokens in group.items():
+                    group[name] = {key: tensor[:, :-removed] for key, tensor in kept_tokens.items()}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the batch for beam search."""
@@ -99,7 +116,7 @@ class StreamCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.base, self.history, self.seen = {}, {}, {}, 0
+        self.states, self.base, self.history, self.past, self.signals, self.seen = {}, {}, {}, {}, {}, 0
 
     def offload(self) -> None:
         """Keep the state where it is: it is small and read first in every pass."""
@@ -130,9 +147,30 @@ class StreamCacheLayer(CacheLayerMixin):
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for group in (self.states, self.base, self.history):
+        for group in (self.states, self.base, self.history, self.past, self.signals):
             for name, state in group.items():
                 group[name] = {key: change(value) for key, value in state.items()}
+
+
+def _append(group: dict[str, State], name: str, new: State) -> None:
+    if new:
+        known = group.get(name, {})
+        group[name] = {
+            key: torch.cat([known[key], tensor], 1) if key in known else tensor for key, tensor in new.items()
+        }
+
+
+def signals_of(cache: Cache) -> dict[str, Tensor]:
+    """Return the signals of all tokens in the cache, by name, [B, S] or [B, S, L], after ``generate`` or passes with
+    ``collect_signals=True``: ``signals_of(model.generate(..., collect_signals=True, return_dict_in_generate=True).past_key_values)``.
+    The last token that was generated has been read by nobody and has none.
+
+    Raises: KeelError where none were collected.
+    """
+    layer = cache.layers[-1] if cache.layers else None
+    if not isinstance(layer, StreamCacheLayer) or not layer.signals:
+        raise KeelError("this cache holds no signals; give collect_signals=True to every pass, or to generate")
+    return {f"{name}.{key}": tensor for name, signals in layer.signals.items() for key, tensor in signals.items()}
 
 
 def new_cache(host_config: PreTrainedConfig) -> DynamicCache:

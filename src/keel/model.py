@@ -332,11 +332,13 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             attended_BT=_attended(attention_mask, length) if active else None,
             document_starts_BT=document_starts,
             input_ids_BT=input_ids,
+            num_past=0 if layer is None else layer.seen,
             keep_history=layer is not None and layer.record_past,
             collect_signals=collect_signals,
         )
-        states = layer.states if layer is not None else {}
-        flows: dict[str, Flow] = {name: stream.open(inputs, states.get(name, {})) for name, stream in active.items()}
+        flows: dict[str, Flow] = {
+            name: stream.open(inputs, {} if layer is None else layer.of(name)) for name, stream in active.items()
+        }
         for name in self.embedding_writers if active else ():
             embeddings_BTD = active[name].write("embeddings", -1, embeddings_BTD, flows[name])
         wires = self.wires

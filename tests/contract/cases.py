@@ -99,6 +99,13 @@ STREAM_CASES: dict[str, StreamCase] = {
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),
 }
 
+# Streams that write nothing: they leave the host as it is, and are asked for losses and signals instead (test_readers.py).
+READER_CASES: dict[str, Callable[[], Stream]] = {
+    "margin": lambda: keel.MarginPrior(rank=4, weight=0.5),
+    "margin_self": lambda: keel.MarginPrior(rank=None, include_self=True, noise=1.0, weight=0.5),
+    "margin_positive": lambda: keel.MarginPrior(rank=5, coupling="positive", weight=0.5),
+}
+
 
 class Case(NamedTuple):
     """One host with one stream."""

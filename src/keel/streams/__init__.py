@@ -8,9 +8,12 @@ from typing import Any
 from keel.errors import KeelError, build_config, suggest
 from keel.streams.base import PassInputs, PassResult, Stream, StreamLoss
 from keel.streams.learned_positions import LearnedPositionsConfig, LearnedPositionsStream
+from keel.streams.margin import MarginConfig, MarginPrior
 from keel.streams.structural import StructuralConfig, StructuralStream
 
-STREAMS: dict[str, type[Stream]] = {stream.type_name: stream for stream in (StructuralStream, LearnedPositionsStream)}
+STREAMS: dict[str, type[Stream]] = {
+    stream.type_name: stream for stream in (StructuralStream, MarginPrior, LearnedPositionsStream)
+}
 
 
 def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Stream:
@@ -31,6 +34,8 @@ __all__ = [
     "STREAMS",
     "LearnedPositionsConfig",
     "LearnedPositionsStream",
+    "MarginConfig",
+    "MarginPrior",
     "PassInputs",
     "PassResult",
     "Stream",

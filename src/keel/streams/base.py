@@ -32,6 +32,7 @@ class PassInputs:
         attended_BT: bool, False where a token is padding; None where nothing is padded.
         document_starts_BT: bool, True where a packed document begins (a recurrent state restarts there); None for none.
         input_ids_BT: token ids, None when the caller gave embeddings only.
+        num_past: tokens of the cache before this pass.
         keep_history: also return the state after every token, for an exact rollback.
         collect_signals: also return per-token signals.
     """
@@ -40,6 +41,7 @@ class PassInputs:
     attended_BT: Tensor | None = None
     document_starts_BT: Tensor | None = None
     input_ids_BT: Tensor | None = None
+    num_past: int = 0
     keep_history: bool = False
     collect_signals: bool = False
 
@@ -72,12 +74,15 @@ class PassResult:
     Attributes:
         state: recurrent state after the last token, each [B, ...].
         history: for every entry of ``state`` its value after each token, [B, T, ...]; empty unless asked for.
+        past: what each token of the pass leaves for later ones, [B, T, ...]; the next ``open`` finds it in its ``state``, joined along
+            T for all tokens so far.
         losses: named auxiliary losses.
         signals: named [B, T] or [B, T, L] tensors; empty unless asked for.
     """
 
     state: State = field(default_factory=dict)
     history: State = field(default_factory=dict)
+    past: State = field(default_factory=dict)
     losses: Mapping[str, StreamLoss] = field(default_factory=dict)
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 
