@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
@@ -17,12 +17,14 @@ from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
-from keel.experiment.pictures import ATTENTION_FILE
+from keel.evaluation.robustness import Perturbation, robustness
+from keel.evaluation.support import support_tokens
+from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
 from keel.experiment.subject import Subject
 from keel.files import write_atomically
 from keel.positions import Positions, set_positions
-from keel.streams import StructuralStream
+from keel.streams import MarginPrior, StructuralStream
 from keel.training import Recipe
 
 
@@ -169,6 +171,41 @@ def _blocks(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _robustness(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.robustness
+    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    kinds: list[tuple[Literal["noise", "drift"], bool, list[float]]] = [
+        ("noise", False, wanted.noise),
+        ("noise", True, wanted.noise_snr),
+        ("drift", False, wanted.drift),
+        ("drift", True, wanted.drift_snr),
+    ]
+    conditions = [Perturbation(kind, sigma, relative) for kind, relative, sigmas in kinds for sigma in sigmas]
+    return robustness(
+        subject.model,
+        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        conditions,
+        device=subject.device,
+        progress=lambda name, done: subject.tell(name, done, len(conditions)),
+    )
+
+
+def _support(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.support
+    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    subject.tell("support tokens", 0, 1)
+    priors = [stream for stream in subject.model.wires.streams.values() if isinstance(stream, MarginPrior)]
+    found = support_tokens(
+        subject.model,
+        priors[0] if priors else None,
+        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        rank=wanted.rank,
+        device=subject.device,
+    )
+    write_atomically(subject.folder / SUPPORT_FILE, json.dumps(found.curves).encode())
+    return found.metrics
+
+
 def _completion(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.completion
     assert wanted is not None and isinstance(subject.data, TaskData)
@@ -200,4 +237,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "span": measure_spans,
     "last_word": _last_word,
     "blocks": _blocks,
+    "robustness": _robustness,
+    "support": _support,
 }

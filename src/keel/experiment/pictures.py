@@ -18,6 +18,7 @@ from keel.evaluation.results import Picture
 from keel.training import Recipe
 
 ATTENTION_FILE = "attention.json"
+SUPPORT_FILE = "support.json"
 GATES_PREFIX = "gates"
 _PREFIX = "attention"
 _COLOUR = (0.16, 0.50, 0.75)  # it reads on light and on dark paper, which a raster cannot follow

@@ -18,6 +18,7 @@ import torch
 
 from keel.data import TaskData, TokenCorpus
 from keel.errors import KeelError
+from keel.evaluation.robustness import rescale_embeddings
 from keel.experiment.measure import is_measured, measure, read_evaluation
 from keel.experiment.subject import Subject
 from keel.model import KeelForCausalLM
@@ -124,6 +125,9 @@ def evaluate_unit(
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
+    scale = recipe.arms[unit.arm].embedding_scale
+    if scale is not None:
+        rescale_embeddings(model, scale)
     subject = Subject(
         recipe=recipe,
         arm=unit.arm,

@@ -25,11 +25,25 @@ _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 def parse_recipe(given: Mapping[str, Any]) -> Recipe:
     """Check a merged recipe (no ``scales`` left) and return it.  Raises: KeelError, naming the first wrong field."""
     try:
-        recipe = Recipe.model_validate(given)
+        recipe = Recipe.model_validate(_with_inherited_phases(given))
     except ValidationError as error:
         raise KeelError(_one_line(error)) from error
     _check(recipe)
     return recipe
+
+
+def _with_inherited_phases(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill what an arm's phase leaves out from the recipe's phase of the same name."""
+    base = {
+        phase["name"]: phase for phase in given.get("phases") or () if isinstance(phase, Mapping) and "name" in phase
+    }
+    arms = {}
+    for name, arm in (given.get("arms") or {}).items():
+        if isinstance(arm, Mapping) and isinstance(arm.get("phases"), list):
+            phases = [{**base.get(p.get("name"), {}), **p} if isinstance(p, Mapping) else p for p in arm["phases"]]
+            arm = {**arm, "phases": phases}
+        arms[name] = arm
+    return {**given, "arms": arms} if arms else given
 
 
 def _one_line(error: ValidationError) -> str:
@@ -136,6 +150,8 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     if arm.weights_of is not None:
         _check_borrowed(recipe, name)
         return
+    if arm.embedding_scale is not None:
+        raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
         if phase.trainable == "streams" and not arm.streams:
@@ -186,8 +202,10 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
         raise KeelError(
             f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two"
         )
-    if arm.positions is None:
-        raise KeelError(f"arms.{name}: with weights_of and no positions it is {lender!r} again; add positions")
+    if arm.positions is None and arm.embedding_scale is None:
+        raise KeelError(
+            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions or embedding_scale"
+        )
 
 
 def _refuse_unknown(config_class: type, given: Mapping[str, Any], where: str) -> None:

@@ -95,13 +95,16 @@ class Arm(Section):
 
     ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
-    positions.
+    positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
+    (``keel.evaluation.robustness.rescale_embeddings``). ``phases`` replace the recipe's; one that is named like one of those has its
+    fields where it says nothing else.
     """
 
     label: str | None = None
     streams: dict[str, dict[str, Any]] = {}
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
+    embedding_scale: Positive | None = None
     phases: list[Phase] | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
@@ -121,6 +124,9 @@ class Phase(Section):
         stream_learning_rate: the streams' own peak, on the same schedule; beside a pretrained host new parameters want
             a higher one. null for the same.
         weight_decay: of AdamW, on matrices only (no biases, norms).
+        embedding_weight_decay: of the token embeddings alone; null for the same as the others'.
+        neftune_alpha: NEFTune (Jain et al. 2023): uniform noise of this size over the root of tokens x width is added to the
+            embeddings while training; null for none.
         clip: largest gradient norm; null for none.
         label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
         trainable: what learns: ``all``, ``streams`` or ``host``.
@@ -139,6 +145,8 @@ class Phase(Section):
     stream_learning_rate: Positive | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NonNegative = 0.1
+    embedding_weight_decay: NonNegative | None = None
+    neftune_alpha: Positive | None = None
     clip: Positive | None = 1.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     trainable: Literal["all", "streams", "host"] = "all"
@@ -235,6 +243,42 @@ class Blocks(Section):
     name: str = "blocks"
 
 
+class Robustness(Section):
+    """What a perturbation of the embeddings costs (``keel.evaluation.robustness``), on text.
+
+    Attributes:
+        windows: stretches of the split, without overlap.
+        length: tokens of each.
+        split: ``valid`` or ``test``.
+        noise, drift: standard deviations of the two kinds of perturbation, absolute.
+        noise_snr, drift_snr: the same in units of the embeddings' root mean square.
+    """
+
+    windows: Count = 64
+    length: Annotated[int, Field(ge=2)] = 256
+    split: Literal["valid", "test"] = "valid"
+    noise: list[Positive] = [0.05, 0.1, 0.2, 0.3, 0.4]
+    noise_snr: list[Positive] = [0.25, 0.5, 1.0, 1.5, 2.0]
+    drift: list[Positive] = [0.5, 1.0, 2.0, 4.0]
+    drift_snr: list[Positive] = [2.0, 4.0, 8.0, 16.0]
+
+
+class Support(Section):
+    """How concentrated the barrier of a margin prior is (``keel.evaluation.support``), on text.
+
+    Attributes:
+        windows: stretches of the split, without overlap.
+        length: tokens of each.
+        split: ``valid`` or ``test``.
+        rank: of the freshly initialised prior, for arms without one of their own.
+    """
+
+    windows: Count = 32
+    length: Annotated[int, Field(ge=2)] = 256
+    split: Literal["valid", "test"] = "valid"
+    rank: Count = 64
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -281,6 +325,8 @@ class Evaluation(Section):
     attention_match: AttentionMatch | None = None
     last_word: LastWord | None = None
     blocks: Blocks | None = None
+    robustness: Robustness | None = None
+    support: Support | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None

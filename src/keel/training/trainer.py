@@ -304,14 +304,19 @@ class PhaseTrainer(Trainer):
     # -- optimizer ----------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW, with a learning rate of their own for the streams where the phase names one."""
+        """Make AdamW; streams have a learning rate and embeddings a weight decay of their own where the phase names one."""
         made_before = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         rate = self.phase.stream_learning_rate
         if rate is not None and not made_before:
             names = (self.model if model is None else model).named_parameters()
             streams = {id(parameter) for name, parameter in names if ".streams." in f".{name}"}
-            optimizer.param_groups = _split(optimizer.param_groups, streams, rate)
+            optimizer.param_groups = _split(optimizer.param_groups, streams, lr=rate)
+        decay = self.phase.embedding_weight_decay
+        if decay is not None and not made_before:
+            whole: Any = self.model if model is None else model
+            table = whole.get_input_embeddings().weight
+            optimizer.param_groups = _split(optimizer.param_groups, {id(table)}, weight_decay=decay)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
@@ -473,6 +478,7 @@ def _arguments(settings: PhaseSettings) -> TrainingArguments:
         gradient_accumulation_steps=phase.accumulation,
         learning_rate=phase.learning_rate,
         weight_decay=phase.weight_decay,
+        neftune_noise_alpha=phase.neftune_alpha,
         max_grad_norm=0.0 if phase.clip is None else phase.clip,
         bf16=phase.precision == "bf16",
         seed=settings.seed,
@@ -502,10 +508,10 @@ def pad_together(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def _split(groups: list[dict[str, Any]], apart: set[int], learning_rate: float) -> list[dict[str, Any]]:
-    """Parameter groups with the parameters in ``apart`` (by id) in groups of their own."""
+def _split(groups: list[dict[str, Any]], apart: set[int], **fields: float) -> list[dict[str, Any]]:
+    """Parameter groups with the parameters in ``apart`` (by id) in groups of their own, which have these fields."""
     others = [{**group, "params": [p for p in group["params"] if id(p) not in apart]} for group in groups]
-    own = [{**group, "params": [p for p in group["params"] if id(p) in apart], "lr": learning_rate} for group in groups]
+    own = [{**group, "params": [p for p in group["params"] if id(p) in apart], **fields} for group in groups]
     return [group for group in (*others, *own) if group["params"]]
 
 
