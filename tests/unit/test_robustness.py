@@ -1,0 +1,210 @@
+"""Perturbed embeddings and support tokens: perturbations, metrics against plain loops, the control that changes nothing, and
+weights, shares and sizes on barriers whose answers are known.
+
+Shapes: N windows, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import keel
+from keel.data import Segment
+from keel.errors import KeelError
+from keel.evaluation import robustness as module
+from keel.evaluation.items import ItemMetric
+from keel.evaluation.robustness import Perturbation, perturb, rescale_embeddings, robustness, subsampled
+from keel.evaluation.support import (
+    cumulative_share,
+    effective_size,
+    support_tokens,
+    support_weights,
+    top_share,
+)
+
+VOCABULARY, LENGTH = 40, 12
+
+
+def make_model(tied: bool = True) -> keel.KeelForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.3, tie_word_embeddings=tied, max_position_embeddings=64,
+    )  # fmt: skip
+    return keel.attach(AutoModelForCausalLM.from_config(config), keel.MarginPrior(rank=4)).eval()
+
+
+def make_windows(count: int = 5) -> list[Segment]:
+    generator = torch.Generator().manual_seed(1)
+    nothing = torch.zeros(LENGTH - 1, dtype=torch.long)
+    return [
+        Segment(
+            ids=torch.randint(0, VOCABULARY, (LENGTH,), generator=generator), document_T=nothing, bytes=nothing, start=0
+        )
+        for _ in range(count)
+    ]
+
+
+def by_name(metrics: list[ItemMetric]) -> dict[str, ItemMetric]:
+    return {metric.name: metric for metric in metrics}
+
+
+def test_noise_has_its_size_in_every_direction_and_drift_in_one() -> None:
+    clean = torch.zeros(2, 4000, 6)
+    noise, drift = perturb(clean, "noise", 0.5, [3, 4]), perturb(clean, "drift", 0.5, [3, 4])
+    assert noise.std().item() == pytest.approx(0.5, rel=0.02)
+    assert torch.linalg.svdvals(noise[0])[-1] > 0.4 * math.sqrt(4000)
+    singular = torch.linalg.svdvals(drift[0])
+    assert singular[0].item() == pytest.approx(0.5 * math.sqrt(4000), rel=0.03)
+    assert singular[1] < 1e-4 * singular[0], "the drift has more than one direction"
+    assert not torch.allclose(noise[0], noise[1])
+    assert not torch.allclose(drift[0], drift[1])
+
+
+def test_numbers_depend_on_the_window_alone() -> None:
+    rows = torch.randn(3, 5, 4)
+    together = perturb(rows, "noise", 1.0, [7, 8, 9])
+    assert torch.equal(perturb(rows[1:2], "noise", 1.0, [8])[0], together[1])
+    torch.testing.assert_close(perturb(rows, "noise", 2.0, [7, 8, 9]) - rows, 2 * (together - rows))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_metrics_are_those_of_a_plain_loop(batch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_TOKENS", batch_tokens)
+    model, windows = make_model(), make_windows()
+    conditions = [Perturbation("noise", 0.5, False), Perturbation("noise", 0.5, True), Perturbation("drift", 2.0, True)]
+    found = by_name(robustness(model, windows, conditions))
+    table = model.get_input_embeddings().weight.detach()
+    embedded = torch.stack([table[window.ids] for window in windows])
+    rms = embedded.square().mean().sqrt().item()
+    assert found["embedding_rms"].value == pytest.approx(rms, rel=1e-5)
+
+    def nats(kind: str | None, sigma: float) -> float:
+        total = 0.0
+        for index, window in enumerate(windows):
+            row = embedded[index : index + 1, :-1]
+            row = row if kind is None else perturb(row, kind, sigma, [index])
+            with torch.no_grad():
+                logits = model(inputs_embeds=row).logits[0]
+            total += float(F.cross_entropy(logits, window.ids[1:], reduction="sum"))
+        return total / (len(windows) * (LENGTH - 1))
+
+    clean = nats(None, 0)
+    assert found["ppl"].value == pytest.approx(math.exp(clean), rel=1e-4)
+    for condition in conditions:
+        sigma = condition.sigma * (rms if condition.relative else 1)
+        expected = math.exp(nats(condition.kind, sigma) - clean)
+        assert found[condition.metric].value == pytest.approx(expected, rel=1e-3)
+    assert {"noise.ratio@0.5", "noise.ratio_snr@0.5", "drift.ratio_snr@2"} <= found.keys()
+    assert found["noise.ratio@0.5"].value != pytest.approx(found["noise.ratio_snr@0.5"].value, rel=1e-3)
+
+
+def test_contextual_embedding_error() -> None:
+    model, windows = make_model(), make_windows(2)
+    table = model.get_input_embeddings().weight.detach()
+    top = bottom = 0.0
+    for window in windows:
+        with torch.no_grad():
+            predicted = torch.softmax(model(window.ids[None, :-1]).logits[0], -1) @ table
+        true = table[window.ids[1:]]
+        top, bottom = top + float((predicted - true).square().sum()), bottom + float(true.square().sum())
+    found = by_name(robustness(model, windows, []))["contextual_embedding_error"]
+    assert found.value == pytest.approx(top / bottom, rel=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rescaled_embeddings_compute_the_same_and_bear_as_much_more_noise(tied: bool) -> None:
+    plain, scaled, windows = make_model(tied), make_model(tied), make_windows()
+    rescale_embeddings(scaled, 3.0)
+    ids = torch.stack([window.ids for window in windows])
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
+    conditions = [Perturbation("noise", sigma, relative) for sigma in (0.5, 1.5) for relative in (False, True)]
+    before, after = (by_name(robustness(model, windows, conditions)) for model in (plain, scaled))
+    assert after["embedding_rms"].value == pytest.approx(3 * before["embedding_rms"].value, rel=1e-5)
+    assert after["ppl"].value == pytest.approx(before["ppl"].value, rel=1e-4)
+    assert after["noise.ratio_snr@0.5"].value == pytest.approx(before["noise.ratio_snr@0.5"].value, rel=1e-3)
+    assert after["noise.ratio@1.5"].value == pytest.approx(before["noise.ratio@0.5"].value, rel=1e-3)
+    assert after["noise.ratio@0.5"].value != pytest.approx(before["noise.ratio@0.5"].value, rel=1e-2)
+
+
+def test_rescaling_refuses_hosts_for_which_it_would_change_the_function() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model = keel.attach(AutoModelForCausalLM.from_config(config), keel.MarginPrior(rank=4))
+    with pytest.raises(KeelError, match="host 'gpt2'"):
+        rescale_embeddings(model, 2.0)
+
+
+def test_subsamples_are_the_papers() -> None:
+    values = torch.linspace(0, 3, 64, dtype=torch.float64).tolist()
+    metric = ItemMetric(
+        name="noise.ratio@1", unit="ratio", higher_is_better=False, exponential=True,
+        numerators=tuple(values), denominators=(1.0,) * 64,
+    )  # fmt: skip
+    found = subsampled(metric)
+    assert found.values_K.shape == (100,)
+    assert found.low < found.median < found.high
+    assert found.median == pytest.approx(math.exp(1.5), rel=0.1)
+    assert subsampled(metric).median == found.median
+    everything = subsampled(metric, windows=64)
+    assert everything.low == pytest.approx(everything.high) == pytest.approx(metric.value)
+
+
+def test_no_windows() -> None:
+    with pytest.raises(KeelError, match="no windows"):
+        robustness(make_model(), [], [])
+
+
+def test_weights_keep_what_presses() -> None:
+    barriers = torch.tensor([[3.0, -5.0, 1.0, 0.0], [-1.0, -2.0, -3.0, -4.0]])
+    weights = support_weights(barriers)
+    assert weights[0].tolist() == pytest.approx([0.75, 0, 0.25, 0])
+    assert weights[1].tolist() == pytest.approx([0.25] * 4), "nobody presses: all the same"
+    torch.testing.assert_close(support_weights(barriers, "softmax"), torch.softmax(barriers.double(), -1))
+
+
+def test_shares_and_sizes() -> None:
+    one, even = torch.zeros(1, 20, dtype=torch.float64), torch.full((1, 20), 1 / 20, dtype=torch.float64)
+    one[0, 7] = 1
+    assert top_share(one).item() == 1
+    assert top_share(even).item() == pytest.approx(5 / 20)
+    assert effective_size(one).item() == pytest.approx(1)
+    assert effective_size(even).item() == pytest.approx(20)
+    mixed = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
+    assert effective_size(mixed).item() == pytest.approx(math.exp(1.5 * math.log(2)))
+    assert cumulative_share(mixed).tolist() == pytest.approx([0.5, 0.75, 1.0])
+    assert top_share(mixed, 2).item() == pytest.approx(0.75)
+
+
+def test_a_model_is_measured_under_its_own_prior_and_a_fresh_one() -> None:
+    model, windows = make_model(), make_windows(3)
+    prior = model.streams["margin"]
+    with torch.no_grad():
+        prior.left.mul_(2)
+    found = support_tokens(model, prior, windows, rank=4)
+    metrics = {metric.name: metric for metric in found.metrics}
+    ids = torch.stack([window.ids for window in windows])
+    with torch.no_grad():
+        barrier = model(ids, collect_signals=True).signals["margin.barrier"]
+    assert metrics["support.barrier"].value == pytest.approx(barrier.mean().item(), abs=1e-5)
+    assert metrics["support.top5_share"].value == pytest.approx(
+        top_share(support_weights(barrier)).mean().item(), abs=1e-5
+    )
+    assert metrics["support.barrier@random"].value != pytest.approx(metrics["support.barrier"].value, rel=1e-2)
+    assert {"support.effective_size@random", "support.effective_size@softmax", "support.crossings"} <= metrics.keys()
+    assert set(found.curves) == {"learned", "random"}
+    assert found.curves["learned"][-1] == pytest.approx(1)
+    before = torch.random.get_rng_state()
+    again = support_tokens(model, None, windows, rank=4)
+    assert torch.equal(torch.random.get_rng_state(), before), "looking moves the random state"
+    assert set(again.curves) == {"random"}
+
+
+def test_no_windows_to_look_at() -> None:
+    with pytest.raises(keel.KeelError, match="no windows"):
+        support_tokens(make_model(), None, [], rank=4)
