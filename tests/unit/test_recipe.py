@@ -169,7 +169,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         changed(arms__window__streams={"structural": {}}),
         "arms.window.streams: an arm with weights_of has the streams of 'rope'",
     ),
-    "borrower without change": (changed(arms__window__positions=None), "arms.window: with weights_of and no positions"),
+    "borrower without change": (
+        changed(arms__window__positions=None),
+        "arms.window: with weights_of and nothing else it is 'rope' again",
+    ),
+    "embeddings of a trained arm": (
+        changed(arms__rope__embedding_scale=2.0),
+        "arms.rope.embedding_scale: only for an arm with weights_of",
+    ),
     "yarn to train": (
         changed(arms__rope__positions={"scheme": "yarn"}),
         "arms.rope.positions.factor: missing; without weights_of",
@@ -298,3 +305,12 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 def test_a_resolved_recipe_reads_back_with_its_scale(tmp_path: Path) -> None:
     resolved: Recipe = load_recipe("demo", "tiny", ["seeds=[3]"])
     assert load_recipe(write(tmp_path / "r.yaml", resolved.to_yaml())) == resolved
+
+
+def test_a_phase_of_an_arm_inherits_what_it_leaves_out() -> None:
+    base = BASE["phases"][0]
+    recipe = parse_recipe(changed(arms__rope__phases=[{"name": base["name"], "neftune_alpha": 5.0}]))
+    (phase,) = recipe.phases_of("rope")
+    assert phase == recipe.phases[0].model_copy(update={"neftune_alpha": 5.0})
+    with pytest.raises(KeelError, match=r"arms.rope.phases.0.steps: missing"):
+        parse_recipe(changed(arms__rope__phases=[{"name": "another", "learning_rate": 1e-3}]))

@@ -228,6 +228,35 @@ def test_streams_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
     assert moved == pytest.approx(expected, rel=1e-3)
 
 
+def test_embeddings_decay_at_a_rate_of_their_own(tmp_path: Path) -> None:
+    """The same step but for the decay, which takes ``learning_rate x decay`` of a weight."""
+    ends = {}
+    for decay in (None, 0.0, 3.0):
+        phase = PHASE.model_copy(update={"steps": 1, "weight_decay": 0.0, "embedding_weight_decay": decay})
+        ends[decay] = train_here(tmp_path / str(decay), phase)
+    before = weights_of(model_of())
+    for name, weight in before.items():
+        assert torch.equal(ends[None][name], ends[0.0][name])
+        is_table = weight.shape[0] == model_of().host.config.vocab_size  # its name, and the head's that shares it
+        lost = ends[0.0][name] - ends[3.0][name]
+        expected = weight * 3.0 * PHASE.learning_rate if is_table else torch.zeros_like(weight)
+        torch.testing.assert_close(lost, expected, atol=1e-6, rtol=1e-3)
+
+
+def test_neftune_adds_noise_in_training_alone(tmp_path: Path) -> None:
+    noisy = PHASE.model_copy(update={"neftune_alpha": 5.0})
+    plain, with_noise, again = (
+        train_here(tmp_path / str(index), phase) for index, phase in enumerate((PHASE, noisy, noisy))
+    )
+    assert any(not torch.equal(plain[name], with_noise[name]) for name in plain)
+    assert all(torch.equal(with_noise[name], again[name]) for name in plain), "the noise is not of the seed"
+    model = model_of()
+    train(model, CORPUS, [noisy], arm="a", seed=0, folder=tmp_path / "after", device="cpu")
+    embed, ids = model.get_input_embeddings(), torch.arange(4)
+    model.train()
+    assert torch.equal(embed(ids), embed.weight[ids]), "the noise outlives the training"
+
+
 def test_one_seed_fixes_everything_and_another_changes_it(tmp_path: Path) -> None:
     first, again, other = (
         train_here(tmp_path / str(index), dropout=0.3, seed=seed) for index, seed in enumerate((3, 3, 4))
