@@ -317,6 +317,8 @@ def test_reproduction_tells_single_orderings_and_values_apart() -> None:
         ("pg19.ppl", "PG-19 perplexity"),
         ("growth@40960", "growth of perplexity at 40,960 tokens"),
         ("x.y@noise0.25", "x y at noise 0.25"),
+        ("noise.ratio@0.4", "perplexity under noise / clean at σ 0.4"),
+        ("drift.ratio_snr@8", "perplexity under drift / clean, σ in units of the embeddings at σ 8"),
     ],
 )
 def test_metrics_are_named_for_a_reader(name: str, phrase: str) -> None:

@@ -56,13 +56,18 @@ def draw_all(results: Results, prefix: str) -> list[Drawing]:
     return [drawing for drawing in drawings if drawing is not None]
 
 
+def _spans_decades(quantity: str) -> bool:
+    """Whether values of a quantity are read on a logarithmic axis: perplexities, and ratios of them."""
+    return quantity.split(".")[-1] in ("ppl", "ratio", "ratio_snr")
+
+
 def _draw_group(results: Results, group: Group, prefix: str) -> Drawing | None:
     """Draw a group of metrics over its numbers: tokens and perplexities on logarithmic axes, the others as they are."""
     lines = [line for name, arm in results.arms.items() if (line := _group_line(name, arm, group))]
     unit, higher_is_better = unit_of(results, group.metrics[0])
     values, tokens = group.values, group.kind == "" and group.values[0] > 0
     perplexity = tokens and group.quantity == "ppl"
-    phrase, logarithmic = quantity_phrase(group.quantity), group.quantity.split(".")[-1] == "ppl"
+    phrase, logarithmic = quantity_phrase(group.quantity), _spans_decades(group.quantity)
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.axes

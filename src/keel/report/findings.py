@@ -150,7 +150,7 @@ def _where(metric: str) -> tuple[str, str]:
     The second ends in a space unless it is empty.
     """
     quantity, condition = split_metric(metric)
-    place = condition_phrase(condition)
+    place = condition_phrase(condition, quantity)
     return (
         (capitalised(place), f"{quantity_phrase(quantity)} ")
         if place.startswith("at ")

@@ -1,7 +1,7 @@
 """How the names of metrics are taken apart: `family.metric@condition`, and the groups that differ in condition alone.
 
 A condition may end in a number, whose prefix says what it counts: `L80` is length 80, `d6` depth 6, `layer3` layer 3, and a
-plain `1024` is 1,024 tokens. Any other condition is a word, such as `unseen`.
+plain `1024` is 1,024 tokens, or, of noise and drift, their standard deviation. Any other condition is a word, such as `unseen`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ EXTRAPOLATION = ("ppl", "bpb", "growth")
 """The families of `keel.evaluation.extrapolation`, which have a verdict, notes and figures of their own."""
 _NUMBERED = re.compile(r"^(?P<kind>[A-Za-z_]*?)(?P<value>\d+(?:\.\d+)?)$")
 _KINDS = {"": "tokens", "L": "length", "d": "depth", "w": "width"}
-_QUANTITIES = {"growth": "growth of perplexity"}
+_SIGMA = "σ"  # what a plain number counts in these families
+_SIGMA_FAMILIES = ("noise", "drift")
+_QUANTITIES = {
+    "growth": "growth of perplexity",
+    "noise.ratio": "perplexity under noise / clean",
+    "noise.ratio_snr": "perplexity under noise / clean, σ in units of the embeddings",
+    "drift.ratio": "perplexity under drift / clean",
+    "drift.ratio_snr": "perplexity under drift / clean, σ in units of the embeddings",
+    "embedding_rms": "root mean square of the embeddings",
+}
 _WORDS = {
     "ppl": "perplexity",
     "bpb": "bits per byte",
@@ -99,21 +108,25 @@ def quantity_phrase(quantity: str) -> str:
     return _QUANTITIES.get(quantity) or " ".join(_WORDS.get(word, word) for word in words)
 
 
-def condition_phrase(condition: str) -> str:
-    """Return "at 80 tokens", "at depth 6" or "(unseen)"; nothing without a condition."""
+def condition_phrase(condition: str, quantity: str = "") -> str:
+    """Return "at 80 tokens", "at depth 6", "at σ 0.4" or "(unseen)"; nothing without a condition."""
     if not condition:
         return ""
     numbered = number_in(condition)
     if numbered is None:
         return f"({condition.replace('_', ' ')})"
-    kind, value = numbered
+    kind, value = _kind(quantity, numbered[0]), numbered[1]
     return f"at {count(value)} tokens" if kind == "" else f"at {kind_name(kind)} {count(value)}"
 
 
 def metric_phrase(name: str) -> str:
     """Return the words for a metric: "ppl@4096" is "perplexity at 4,096 tokens"."""
     quantity, condition = split_metric(name)
-    return f"{quantity_phrase(quantity)} {condition_phrase(condition)}".strip()
+    return f"{quantity_phrase(quantity)} {condition_phrase(condition, quantity)}".strip()
+
+
+def _kind(quantity: str, prefix: str) -> str:
+    return _SIGMA if not prefix and quantity.split(".")[0] in _SIGMA_FAMILIES else prefix
 
 
 def is_extrapolation(name: str) -> bool:
@@ -139,7 +152,8 @@ def groups_of(results: Results) -> list[Group]:
         quantity, condition = split_metric(name)
         if condition:
             numbered = number_in(condition)
-            found.setdefault((quantity, numbered[0] if numbered else None), {})[condition] = name
+            kind = _kind(quantity, numbered[0]) if numbered else None
+            found.setdefault((quantity, kind), {})[condition] = name
     return [
         Group(quantity=quantity, kind=kind, conditions=_ascending(conditions) if kind is not None else conditions)
         for (quantity, kind), conditions in found.items()
