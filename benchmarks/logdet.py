@@ -87,10 +87,10 @@ def estimates(options: argparse.Namespace) -> None:
     width, length = 1024, options.length
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(1, length, width, generator=generator)
-    coupling = torch.randn(width, width, generator=generator) / width**0.5
+    coupling = torch.randn(width, width, generator=generator) / width
     visible = visible_past(length, length, False)
     few = visible_past(2, length, False)
-    for _ in range(3):  # the radius depends on the attention, which depends on the scale
+    for _ in range(6):  # the radius depends on the attention, which depends on the scale
         blocks = attention_blocks(embeddings @ coupling, embeddings, few)
         coupling = coupling * (0.9 / degeneracy(blocks, width).spectral_radius_BT.max()) ** 0.5
     queries = embeddings @ coupling

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keel.errors import KeelError, ShapeError
 from keel.ops import logdet as module
+from keel.ops import logdet_estimate as estimate_module
 from keel.ops.logdet import (
     attention_blocks,
     attention_logdet,
@@ -153,6 +154,18 @@ def test_shapes_that_do_not_fit() -> None:
         attention_logdet(tensor[..., :2], tensor, visible_past(4, 4, False))
     with pytest.raises(ShapeError, match="visible_BTS"):
         attention_logdet(tensor, tensor, visible_past(4, 5, False))
+
+
+@pytest.fixture(autouse=True)
+def few_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "EXACT_TOKENS", 2)
+
+
+def test_where_all_tokens_are_exact_nothing_is_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "EXACT_TOKENS", LENGTH)
+    estimate, error, value = _estimated(probes=2, steps=LENGTH)
+    torch.testing.assert_close(estimate, value, atol=1e-6, rtol=0)
+    assert error.max() < 1e-6
 
 
 def _estimated(probes: int, steps: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,25 +8,33 @@ so that nothing depends on the width D: a product with all S_t together is one m
 
     log det(I - S) = -tr S - tr S^2 / 2 + E_v[v' (log(I - S) + S + S^2 / 2) v]      v random signs
 
-The first two traces are exact; the rest, small when S is, is estimated by Hutchinson's probes v, and the logarithm by Arnoldi's
-quadrature: ``v' log(I - S) v = |v|^2 e_1' log(I - H) e_1`` with the small Hessenberg matrix H of a few products with S.
+The first two traces are exact. So is the whole of the block of S_t that belongs to the 64 tokens with the largest weights, where
+attention that is at all selective has nearly all its mass: with f the function in the brackets,
+
+    tr f(S) = tr f(S_64) + E_v[v' f(S) v - v' f(S_64) v]
+
+and only the difference is left to Hutchinson's probes v. The logarithm in it is Arnoldi's quadrature: ``v' log(I - S) v =
+|v|^2 e_1' log(I - H) e_1`` with the small Hessenberg matrix H of a few products with S.
 
 The estimate is unbiased but for the quadrature, which is exact once it has as many steps as the token sees tokens, and whose error
 otherwise falls geometrically with them; its standard error falls with the root of the number of probes and is returned.
 The gradient is the estimate of the gradient with the same probes, not the gradient of the estimate.
 
-Shape suffixes: B batch, T tokens asked for, S tokens there are, R rank (width at full rank), K steps.
+Shape suffixes: B batch, T tokens asked for, S tokens there are, R rank (width at full rank), K steps, N tokens whose block is exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from keel.errors import KeelError
-from keel.ops.logdet import attention_weights, check_shapes
+from keel.ops.logdet import attention_weights, check_shapes, log_abs_det
+
+EXACT_TOKENS = 64  # tokens of the largest weights, whose block is computed exactly
 
 BREAKDOWN = 1e-5  # of the probe's length: what is left of a direction below it is rounding
 
@@ -67,17 +75,28 @@ def estimate_logdet(
     num_asked = visible_BTS.shape[1]
     weights_BTS = attention_weights(queries_BSR[:, -num_asked:], keys_BSR, visible_BTS)
     logits_BSS = queries_BSR @ keys_BSR.mT
-    exact_BT = -_first_trace(weights_BTS, logits_BSS) - _second_trace(weights_BTS, logits_BSS) / 2
+    heaviest_BTN = weights_BTS.topk(min(EXACT_TOKENS, weights_BTS.shape[-1]), -1).indices
+    block_BTNN = _block(weights_BTS, logits_BSS, heaviest_BTN)
+    exact_BT = _tail(block_BTNN) - _first_trace(weights_BTS, logits_BSS) - _second_trace(weights_BTS, logits_BSS) / 2
+
+    def whole(vector_BTS: Tensor) -> Tensor:
+        return _product(vector_BTS, weights_BTS, logits_BSS)
+
+    def heaviest(vector_BTN: Tensor) -> Tensor:
+        return (block_BTNN @ vector_BTN.unsqueeze(-1)).squeeze(-1)
+
+    device = None if generator is None else generator.device
     values, gradients = [], []
     for _ in range(probes):
-        signs = torch.randint(
-            0, 2, weights_BTS.shape, generator=generator, device=generator.device if generator else None
-        )
+        signs = torch.randint(0, 2, weights_BTS.shape, generator=generator, device=device)
         probe_BTS = (2 * signs - 1).to(weights_BTS) * visible_BTS
-        value_BT, solved_BTS = _quadrature(probe_BTS, weights_BTS.detach(), logits_BSS.detach(), steps)
-        values.append(value_BT)
+        probe_BTN = probe_BTS.gather(-1, heaviest_BTN)
+        value_BT, solved_BTS = _quadrature(probe_BTS, whole, steps)
+        known_BT, known_solved_BTN = _quadrature(probe_BTN, heaviest, steps)
+        values.append(value_BT - known_BT)
         if exact_BT.requires_grad:
-            gradients.append(-(probe_BTS * _product(solved_BTS, weights_BTS, logits_BSS)).sum(-1))
+            gradient_BT = (probe_BTN * heaviest(known_solved_BTN)).sum(-1) - (probe_BTS * whole(solved_BTS)).sum(-1)
+            gradients.append(gradient_BT)
     values_PBT = torch.stack(values)
     logabs_BT = exact_BT + values_PBT.mean(0)
     if gradients:
@@ -99,25 +118,48 @@ def _second_trace(weights_BTS: Tensor, logits_BSS: Tensor) -> Tensor:
     return squares_BT - 2 * (left_BTS * weights_BTS * right_BTS).sum(-1) + (left_BTS * weights_BTS).sum(-1).square()
 
 
+def _block(weights_BTS: Tensor, logits_BSS: Tensor, chosen_BTN: Tensor) -> Tensor:
+    """Return the rows and columns of every S_t of the chosen tokens: ``sqrt(a_i a_j) (L_ij - (a'L)_j - (La)_i + a'La)``."""
+    left_BTS, right_BTS = weights_BTS @ logits_BSS, weights_BTS @ logits_BSS.mT
+    mean_BT = (left_BTS * weights_BTS).sum(-1)
+    rows = torch.arange(len(logits_BSS), device=logits_BSS.device).view(-1, 1, 1, 1)
+    centred = logits_BSS[rows, chosen_BTN.unsqueeze(-1), chosen_BTN.unsqueeze(-2)]
+    centred = centred - left_BTS.gather(-1, chosen_BTN).unsqueeze(-2) - right_BTS.gather(-1, chosen_BTN).unsqueeze(-1)
+    roots_BTN = _root(weights_BTS.gather(-1, chosen_BTN))
+    return (centred + mean_BT[..., None, None]) * roots_BTN.unsqueeze(-1) * roots_BTN.unsqueeze(-2)
+
+
+def _tail(block_BTNN: Tensor) -> Tensor:
+    """Return ``log|det(I - S)| + tr S + tr S^2 / 2`` of small blocks [B, T]."""
+    identity_NN = torch.eye(block_BTNN.shape[-1], dtype=block_BTNN.dtype, device=block_BTNN.device)
+    logabs_BT, _ = log_abs_det(identity_NN - block_BTNN)
+    return logabs_BT + block_BTNN.diagonal(dim1=-2, dim2=-1).sum(-1) + (block_BTNN * block_BTNN.mT).sum((-2, -1)) / 2
+
+
+def _root(weights: Tensor) -> Tensor:
+    """The square root, with no gradient where a weight is zero."""
+    return torch.where(weights > 0, weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt(), 0.0)
+
+
 def _product(vector_BTS: Tensor, weights_BTS: Tensor, logits_BSS: Tensor) -> Tensor:
     """``S_t v_t`` for all t."""
-    root_BTS = weights_BTS.clamp(min=torch.finfo(weights_BTS.dtype).tiny).sqrt()
-    root_BTS = torch.where(weights_BTS > 0, root_BTS, 0.0)
+    root_BTS = _root(weights_BTS)
     projected_BTS = vector_BTS - root_BTS * (root_BTS * vector_BTS).sum(-1, keepdim=True)
     product_BTS = root_BTS * ((root_BTS * projected_BTS) @ logits_BSS.mT)
     return product_BTS - root_BTS * (root_BTS * product_BTS).sum(-1, keepdim=True)
 
 
-def _quadrature(probe_BTS: Tensor, weights_BTS: Tensor, logits_BSS: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def _quadrature(probe_BTS: Tensor, multiply: Callable[[Tensor], Tensor], steps: int) -> tuple[Tensor, Tensor]:
     """Return ``v' (log(I - S) + S + S^2 / 2) v`` [B, T], and ``((I - S)^-1 - I - S) v``, which its gradient takes."""
     length_BT = probe_BTS.norm(dim=-1)
     basis = [probe_BTS / length_BT.clamp(min=1).unsqueeze(-1)]
     hessenberg_BTKK = probe_BTS.new_zeros(*length_BT.shape, steps, steps)
-    products = []
+    first_product_BTS = torch.zeros_like(probe_BTS)
     for step in range(steps):
-        new_BTS = _product(basis[step], weights_BTS, logits_BSS)
-        if step < 2:
-            products.append(new_BTS)
+        new_BTS = multiply(basis[step])
+        if step == 0:
+            first_product_BTS = new_BTS
         for index, known_BTS in enumerate(basis):
             along_BT = (known_BTS * new_BTS).sum(-1)
             hessenberg_BTKK[:, :, index, step] = along_BT
@@ -137,7 +179,7 @@ def _quadrature(probe_BTS: Tensor, weights_BTS: Tensor, logits_BSS: Tensor, step
         identity_KK - hessenberg_BTKK, identity_KK[:, 0].expand_as(hessenberg_BTKK[..., 0]).unsqueeze(-1)
     )
     solved_BTS = torch.einsum("kbts,btk->bts", torch.stack(basis), coordinates_BTK.squeeze(-1))
-    solved_BTS = (solved_BTS - basis[0] - products[0]) * length_BT.unsqueeze(-1)
+    solved_BTS = (solved_BTS - basis[0] - first_product_BTS) * length_BT.unsqueeze(-1)
     return value_BT, solved_BTS
 
 
