@@ -15,6 +15,7 @@ import timing
 import torch
 from transformers import GenerationMixin
 
+CELLS = ("gru", "diagonal", "scan")
 TARGET = timing.Target(most=1.10)
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     given = parser.parse_args()
     device, size = timing.prepare(given), models.SIZES[given.size]
     host = models.bare_host(size, positions=given.prompt_tokens + given.new_tokens)
-    built = {"host": host, **{cell: models.with_stream(host, cell, shared=True) for cell in ("gru", "scan")}}
+    built = {"host": host, **{cell: models.with_stream(host, cell, shared=True) for cell in CELLS}}
     prompt_BT = torch.randint(0, size.vocabulary, (given.batch, given.prompt_tokens), device=device)
     arms = {
         name: decoding(model.to(device, models.DTYPES[given.dtype]).eval(), prompt_BT, given.new_tokens)
@@ -37,7 +38,7 @@ def main() -> None:
     rows = [row(name, samples[name], given) for name in arms]
     lines = [
         timing.comparison(f"host + {name} stream / host", timing.time_ratios(samples, name, "host"), TARGET)
-        for name in ("gru", "scan")
+        for name in CELLS
     ]
     setup = f"Greedy decoding, {size}, batch {given.batch}, {given.prompt_tokens} tokens and {given.new_tokens} new ones, {given.dtype}"
     timing.finish("decode", given, setup, rows, lines)

@@ -1,6 +1,7 @@
 """The models that the benchmarks measure, each at random weights.
 
-``small`` is the size of the project's targets on 2 cores, ``large`` that on a GPU, ``toy`` only shows that a benchmark runs.
+``small`` is the size of the project's targets on 2 cores, ``large`` that on a GPU, ``deep`` the model of support tokens, ``toy`` only
+shows that a benchmark runs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Size(NamedTuple):
 SIZES = {
     "toy": Size(width=32, layers=2, heads=2, inner=64, vocabulary=64, length=16, batch=2),
     "small": Size(width=256, layers=4, heads=8, inner=688, vocabulary=8192, length=256, batch=16),
+    "deep": Size(width=384, layers=12, heads=6, inner=1024, vocabulary=16_384, length=512, batch=4),
     "large": Size(width=1024, layers=24, heads=16, inner=2752, vocabulary=32_768, length=4096, batch=8),
 }
 

@@ -19,16 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TARGETS = {"gru": timing.Target(most=1.25), "scan": timing.Target(most=1.10)}
+ARMS = ("gru", "diagonal", "scan", "x-transformers")
+TARGETS = {
+    "gru": timing.Target(most=1.25),
+    "diagonal": timing.Target(most=1.10),
+    "scan": timing.Target(most=1.10),
+}
 PEER = timing.Target(least=1.0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     timing.add_options(parser)
-    parser.add_argument(
-        "--arms", nargs="+", choices=("gru", "scan", "x-transformers"), default=["gru", "scan", "x-transformers"]
-    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     given = parser.parse_args()
     device, size = timing.prepare(given), models.SIZES[given.size]
     built = build(size, given.arms, device)

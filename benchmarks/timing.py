@@ -107,7 +107,9 @@ def add_options(parser: argparse.ArgumentParser, rounds: int = 10) -> None:
     parser.add_argument("--threads", type=int, default=2, help="torch threads on a processor")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--size", choices=("toy", "small", "large"), default="small", help="see benchmarks/models.py")
+    parser.add_argument(
+        "--size", choices=("toy", "small", "deep", "large"), default="small", help="see benchmarks/models.py"
+    )
     parser.add_argument(
         "--peak-tflops", type=float, help="the device's dense peak in this dtype, to give the share reached"
     )

@@ -16,8 +16,9 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
 @pytest.mark.parametrize(
     ("name", "options", "arms", "key"),
     [
-        ("step", [], {"host", "gru", "scan", "x-transformers"}, "step"),
-        ("decode", ["--new-tokens", "4"], {"host", "gru", "scan"}, "decode"),
+        ("step", [], {"host", "gru", "diagonal", "scan", "x-transformers"}, "step"),
+        ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan"}, "decode"),
+        ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
         (
             "evaluation",
             ["--tokens", "64", "--lengths", "16", "--arms", "gru"],
