@@ -5,10 +5,11 @@ from __future__ import annotations
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import LearnedPositionsStream, StructuralStream
+from keel.streams import DynamicStateStream, LearnedPositionsStream, StructuralStream
 
 __version__ = "0.1.0"
 __all__ = [
+    "DynamicStateStream",
     "KeelConfig",
     "KeelError",
     "KeelForCausalLM",

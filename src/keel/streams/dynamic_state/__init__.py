@@ -1,0 +1,9 @@
+"""The dynamic state path of DTA: ``stream`` is the place to begin, ``reference`` the paper's own words."""
+
+from __future__ import annotations
+
+from keel.streams.dynamic_state.config import DynamicStateConfig
+from keel.streams.dynamic_state.reference import reference_dynamic_state
+from keel.streams.dynamic_state.stream import DynamicStateStream
+
+__all__ = ["DynamicStateConfig", "DynamicStateStream", "reference_dynamic_state"]
