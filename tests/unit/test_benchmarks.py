@@ -18,6 +18,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
     [
         ("step", [], {"host", "gru", "scan", "x-transformers"}, "step"),
         ("decode", ["--new-tokens", "4"], {"host", "gru", "scan"}, "decode"),
+        ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
         (
             "evaluation",
             ["--tokens", "64", "--lengths", "16", "--arms", "gru"],

@@ -35,6 +35,7 @@ def reference_dynamic_state(
     tpc_BK = s_BK = hidden_BTD.new_zeros(batch, config.state_size)
     if state:
         tpc_BK, s_BK = state["tpc"], state["s"]
+    gates = _gate_weights(stream)
     rows: list[list[Tensor]] = []
     for t in range(length):
         h_BD, r_BD = hidden_BTD[:, t], residual_BTD[:, t]
@@ -43,7 +44,7 @@ def reference_dynamic_state(
             if attended_BT is not None:
                 begins_B1 = begins_B1 & attended_BT[:, t, None]
             tpc_BK, s_BK = (torch.where(begins_B1, torch.zeros_like(x), x) for x in (tpc_BK, s_BK))
-        new_tpc_BK = _update_tpc(stream, h_BD, s_BK, r_BD, tpc_BK)
+        new_tpc_BK = _update_tpc(stream, gates, h_BD, s_BK, r_BD, tpc_BK)
         i_B1 = torch.sigmoid(_from_hidden(stream, "coherence", h_BD) + new_tpc_BK @ stream.coherence_tpc[:, None])
         n_B1 = _noise(stream, h_BD, r_BD)
         c_B1 = _cosine(_from_hidden(stream, "alignment", h_BD), new_tpc_BK).clamp(0.0, 1.0)
@@ -68,14 +69,22 @@ def reference_dynamic_state(
     return final_BTD, {"tpc": tpc_BTK, "s": s_BTK}, by_name
 
 
-def _update_tpc(stream: DynamicStateStream, h: Tensor, s: Tensor, r: Tensor, tpc: Tensor) -> Tensor:
-    """§2.2, with the concatenation; §10.3 without r."""
+def _gate_weights(stream: DynamicStateStream) -> tuple[Tensor, Tensor]:
+    """The weight and bias of §2.2's GRU for the concatenation [h, s, r]; §10.3 without r."""
     rows = 3 * stream.config.state_size
-    inputs, weights = [h, s], [stream.hidden_weight[:rows], stream.state_weight]
+    weights = [stream.hidden_weight[:rows], stream.state_weight]
     if stream.config.tpc_input == "hidden_state_residual":
-        inputs, weights = [*inputs, r], [*weights, stream.residual_weight]
-    from_input = torch.cat(inputs, -1) @ torch.cat(weights, -1).T + stream.hidden_bias[:rows]
-    from_tpc = tpc @ stream.tpc_weight.T + stream.tpc_bias
+        weights.append(stream.residual_weight)
+    return torch.cat(weights, -1), stream.hidden_bias[:rows]
+
+
+def _update_tpc(
+    stream: DynamicStateStream, gates: tuple[Tensor, Tensor], h: Tensor, s: Tensor, r: Tensor, tpc: Tensor
+) -> Tensor:
+    """§2.2, with the concatenation; §10.3 without r."""
+    inputs = [h, s, r] if stream.config.tpc_input == "hidden_state_residual" else [h, s]
+    from_input = F.linear(torch.cat(inputs, -1), *gates)
+    from_tpc = F.linear(tpc, stream.tpc_weight, stream.tpc_bias)
     reset_x, update_x, new_x = from_input.chunk(3, -1)
     reset_c, update_c, new_c = from_tpc.chunk(3, -1)
     update = torch.sigmoid(update_x + update_c)

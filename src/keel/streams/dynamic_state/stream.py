@@ -206,6 +206,9 @@ class DynamicStateStream(Stream):
         first_readings = self.config.continuity == "trajectory" and self.config.update == "directional"
         if first_readings and parts.query_BK.shape[1] > 1:
             return dynamic_state_recurrence(parts, weights, self.config.retention, before_B2K, starts_BT)
+        return self._loop(parts, weights, before_B2K, starts_BT)
+
+    def _loop(self, parts: TokenParts, weights: StepWeights, before_B2K: Tensor, starts_BT: Tensor | None) -> Tensor:
         tpc_BK, state_BK = before_B2K.chunk(2, -1)
         rows = []
         for t, token in enumerate(zip(*(part.unbind(1) for part in parts), strict=True)):
