@@ -7,6 +7,8 @@ Shapes: B batch, T tokens, D hidden size, K state size, R features of telemetry.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ from torch import Tensor
 from keel.errors import KeelError
 from keel.hosts import HostShape
 from keel.streams import stream_from_config
-from keel.streams.base import PassInputs, PassResult
 from keel.streams.dynamic_state import DynamicStateStream, reference_dynamic_state
-from keel.streams.dynamic_state.stream import FEATURES
 
-WIDTH, SIZE, BATCH, LENGTH = 6, 4, 3, 9
+sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
+
+from dynamic_state_cases import BATCH, LENGTH, SIZE, WIDTH, given_inputs, healthy, make_stream, run
+
 TOLERANCE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-10}
 READINGS: list[dict[str, Any]] = [
     {},
@@ -48,42 +51,6 @@ BATCHES: dict[str, dict[str, Tensor]] = {
     "padded documents": {"attended_BT": PADDED, "document_starts_BT": STARTS},
     "nothing attended": {"attended_BT": mask("000000000", "111111111", "000000001")},
 }
-
-
-def make_stream(seed: int = 0, **fields: Any) -> DynamicStateStream:
-    """A built stream in float64 with every parameter moved away from where it starts."""
-    torch.manual_seed(seed)
-    stream = DynamicStateStream(**{"state_size": SIZE, **fields})
-    stream.build(HostShape(hidden_size=WIDTH, num_layers=1))
-    stream.init_weights()
-    with torch.no_grad():
-        for parameter in stream.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.4)
-    return stream.double()
-
-
-def run(
-    stream: DynamicStateStream, hidden: Tensor, residual: Tensor, state: dict[str, Tensor], **given: Any
-) -> tuple[Tensor, PassResult]:
-    """One pass as the host makes it, with history and signals."""
-    inputs = PassInputs(embeddings_BTD=hidden, keep_history=True, collect_signals=True, **given)
-    flow = stream.open(inputs, state)
-    assert stream.write("final_norm_input", -1, residual, flow) is residual
-    written = stream.write("final_hidden", -1, hidden, flow)
-    return written, stream.close(flow)
-
-
-def given_inputs(seed: int = 1, with_state: bool = True) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden, residual = (
-        torch.randn(BATCH, LENGTH, WIDTH, generator=generator).double().requires_grad_() for _ in range(2)
-    )
-    names = ("tpc", "s") if with_state else ()
-    return hidden, residual, {n: torch.randn(BATCH, SIZE, generator=generator).double().requires_grad_() for n in names}
-
-
-def healthy() -> Tensor:
-    return torch.zeros(BATCH, LENGTH, len(FEATURES), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("with_state", [False, True])
