@@ -21,7 +21,7 @@ from keel.hosts import HostShape
 from keel.streams.base import PassInputs
 from keel.streams.dynamic_state import DynamicStateStream, reference_dynamic_state
 from keel.streams.dynamic_state.dynamics import StepWeights, TokenParts
-from keel.streams.dynamic_state.stream import FEATURES
+from keel.streams.dynamic_state.telemetry import FEATURES
 
 TARGET = timing.Target(least=15.0)
 

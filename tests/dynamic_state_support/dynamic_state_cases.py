@@ -13,7 +13,7 @@ from torch import Tensor
 from keel.hosts import HostShape
 from keel.streams.base import PassInputs, PassResult
 from keel.streams.dynamic_state import DynamicStateStream
-from keel.streams.dynamic_state.stream import FEATURES
+from keel.streams.dynamic_state.telemetry import FEATURES
 
 WIDTH, SIZE, BATCH, LENGTH = 6, 4, 3, 9
 

@@ -5,5 +5,23 @@ from __future__ import annotations
 from keel.streams.dynamic_state.config import DynamicStateConfig
 from keel.streams.dynamic_state.reference import reference_dynamic_state
 from keel.streams.dynamic_state.stream import DynamicStateStream
+from keel.streams.dynamic_state.telemetry import (
+    ConstantTelemetry,
+    Disturbance,
+    LiveTelemetry,
+    Telemetry,
+    TraceTelemetry,
+    simulated_trace,
+)
 
-__all__ = ["DynamicStateConfig", "DynamicStateStream", "reference_dynamic_state"]
+__all__ = [
+    "ConstantTelemetry",
+    "Disturbance",
+    "DynamicStateConfig",
+    "DynamicStateStream",
+    "LiveTelemetry",
+    "Telemetry",
+    "TraceTelemetry",
+    "reference_dynamic_state",
+    "simulated_trace",
+]

@@ -5,7 +5,7 @@
     N_t = softplus(w ‖r_t‖) + n_min                            §4.3   noise
     C_t = clamp(cos(P h_t, TPC_t), 0, 1)                       §5.3   alignment
     T_t = (1 + cos(TPC_t, TPC_{t-1})) / 2                      §2.5   continuity
-    S_t = exp(-softplus(w · v_t))                              §7.4   substrate stability, v_t telemetry
+    S_t = exp(-softplus(w · v_t))                              §7.4   substrate stability, v_t telemetry (``telemetry``)
     s_{t+1} = S_t T_t (alpha s_t + (1 - alpha) I_t C_t / N_t u_t)   §6.5   recursive integration, u_t the unit direction of M TPC_t
     final_t = h_t + gate W3 s_{t+1}                            §8.3   integration path
 
@@ -38,9 +38,7 @@ from keel.streams.dynamic_state.dynamics import (
     substrate_stability,
 )
 from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
-
-FEATURES = ("memory", "throughput", "latency", "temperature", "clock", "load")
-"""What telemetry says (§7.3): for each the degree of distress, 0 when healthy, 1 when exhausted."""
+from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
 
 
 class DynamicStateFlow(Flow):
@@ -51,6 +49,8 @@ class DynamicStateFlow(Flow):
     tpc_BTK: Tensor
     state_BTK: Tensor
     before: tuple[Tensor, Tensor]
+    seen_BT: Tensor | None = None
+    position_BT: Tensor | None = None
 
     def __init__(self, inputs: PassInputs, state: State) -> None:
         self.inputs = inputs
@@ -60,8 +60,11 @@ class DynamicStateFlow(Flow):
 class DynamicStateStream(Stream):
     """The dynamic state path of DTA (§2 to §8), beside the host's final norm.
 
-    State while decoding: ``tpc`` and ``s``, [B, K]. Signals: ``coherence`` (I), ``alignment`` (C), ``noise`` (N), ``continuity``
-    (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and ``state``, [B, T, K].
+    ``telemetry`` is where the substrate's features come from: constant and healthy unless another source is put there.
+
+    State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens. Signals: ``coherence`` (I),
+    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and
+    ``state``, [B, T, K].
     Reference twin: ``reference_dynamic_state``.
 
     The author of DTA states research-only terms; NOTICE repeats them.
@@ -72,6 +75,10 @@ class DynamicStateStream(Stream):
     config: DynamicStateConfig
     substrate_weight: Tensor
     substrate_bias: Tensor
+
+    def __init__(self, config: Any = None, **fields: Any) -> None:
+        super().__init__(config, **fields)
+        self.telemetry: Telemetry = ConstantTelemetry()
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
@@ -147,7 +154,7 @@ class DynamicStateStream(Stream):
         assert flow.residual_BTD is not None
         # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
         dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        flow.parts = self._token_parts(_as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
+        flow.parts = self._token_parts(flow, _as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
         zeros_BK = flow.parts.query_BK.new_zeros(hidden_BTD.shape[0], self.config.state_size)
         flow.before = flow.state.get("tpc", zeros_BK), flow.state.get("s", zeros_BK)
         self._recur(flow)
@@ -156,7 +163,7 @@ class DynamicStateStream(Stream):
             delta_BTD = delta_BTD * self.gate
         return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
 
-    def _token_parts(self, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
+    def _token_parts(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
         dtype, rows = hidden_BTD.dtype, self.hidden_rows
         products_BTP = F.linear(hidden_BTD, _as(self.hidden_weight, dtype), _as(self.hidden_bias, dtype))
         gates_BT3K = products_BTP[..., rows["gates"]]
@@ -173,13 +180,33 @@ class DynamicStateStream(Stream):
             query_BTK / norm(query_BTK),
             products_BTP[..., rows["coherence"]],
             noise(raw_BT1, self.config.noise_floor),
-            self._substrate(products_BTP),
+            self._substrate(flow, hidden_BTD),
         )
 
-    def _substrate(self, like_BTP: Tensor) -> Tensor:
-        healthy = torch.zeros_like(self.substrate_weight)
-        substrate_1 = substrate_stability(self.config.substrate, self.substrate_weight, self.substrate_bias, healthy)
-        return _as(substrate_1, like_BTP.dtype).expand(*like_BTP.shape[:2], 1)
+    def _substrate(self, flow: DynamicStateFlow, like_BTD: Tensor) -> Tensor:
+        if self.telemetry.follows_tokens:
+            flow.position_BT = self._positions(flow, like_BTD)
+        features = _as(self.telemetry.read(flow.position_BT).to(like_BTD.device), self.substrate_weight.dtype)
+        substrate = substrate_stability(self.config.substrate, self.substrate_weight, self.substrate_bias, features)
+        return _as(substrate, like_BTD.dtype).expand(*like_BTD.shape[:2], 1)
+
+    def _positions(self, flow: DynamicStateFlow, like_BTD: Tensor) -> Tensor:
+        """Return how many attended tokens stand before each column, [B, T]: what a trace of telemetry follows."""
+        batch, length = like_BTD.shape[:2]
+        attended_BT = flow.inputs.attended_BT
+        if attended_BT is None:
+            attended_BT = torch.ones(batch, length, dtype=torch.bool, device=like_BTD.device)
+        seen_B = flow.state.get("position")
+        counted_BT = attended_BT.long().cumsum(1)
+        flow.seen_BT = counted_BT if seen_B is None else counted_BT + seen_B.unsqueeze(1)
+        return (flow.seen_BT - 1).clamp(min=0)
+
+    def calibrate(self, healthy_NR: Tensor, degraded_NR: Tensor) -> None:
+        """Set W_s from recorded telemetry of a healthy and of a degraded machine (§7.4); see ``calibrated_projection``."""
+        weight_R, bias = calibrated_projection(healthy_NR, degraded_NR)
+        sign = -1.0 if self.config.substrate == "sigmoid" else 1.0
+        self.substrate_weight.copy_(sign * weight_R)
+        self.substrate_bias.copy_(sign * bias)
 
     def _step_weights(self, dtype: torch.dtype) -> StepWeights:
         names = ("state_weight", "tpc_weight", "tpc_bias", "coherence_tpc", "direction")
@@ -224,6 +251,10 @@ class DynamicStateStream(Stream):
         assert isinstance(flow, DynamicStateFlow)
         state = {"tpc": flow.tpc_BTK[:, -1], "s": flow.state_BTK[:, -1]}
         history = {"tpc": flow.tpc_BTK, "s": flow.state_BTK} if flow.inputs.keep_history else {}
+        if flow.seen_BT is not None:
+            state["position"] = flow.seen_BT[:, -1]
+            if flow.inputs.keep_history:
+                history["position"] = flow.seen_BT
         signals = self._signals(flow) if flow.inputs.collect_signals else {}
         return PassResult(state=state, history=history, signals=signals)
 
