@@ -101,6 +101,22 @@ STREAM_CASES: dict[str, StreamCase] = {
     "dynamic_state": StreamCase(
         lambda: keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02), everywhere=True, reads_host=True
     ),
+    # Thresholds that random weights cross now and then: rows go into safe mode and come back within the few tokens of a test.
+    "dynamic_state_guarded": StreamCase(
+        lambda: keel.DynamicStateStream(
+            state_size=8,
+            retention=0.3,
+            noise_floor=0.02,
+            safeguards={
+                "coherence_least": 0.15,
+                "patience": 3,
+                "cooldown": 1,
+                "change_most": 3.0,
+                "instability_most": 0.93,
+            },
+        ),
+        reads_host=True,
+    ),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),
 }
 

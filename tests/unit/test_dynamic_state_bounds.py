@@ -30,7 +30,7 @@ def states_of(stream: torch.nn.Module, scale: float, seed: int, start: Tensor | 
     with torch.no_grad():
         stream.write("final_norm_input", -1, residual, flow)
         stream.write("final_hidden", -1, hidden, flow)
-    return flow.state_BTK
+    return flow.states["s"]
 
 
 @pytest.mark.parametrize("update", ["directional", "broadcast"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keel.streams.dynamic_state.config import DynamicStateConfig
+from keel.streams.dynamic_state.governor import FAILURES, Mode, SafeguardConfig, reference_governor
 from keel.streams.dynamic_state.reference import reference_dynamic_state
 from keel.streams.dynamic_state.stream import DynamicStateStream
 from keel.streams.dynamic_state.telemetry import (
@@ -15,13 +16,17 @@ from keel.streams.dynamic_state.telemetry import (
 )
 
 __all__ = [
+    "FAILURES",
     "ConstantTelemetry",
     "Disturbance",
     "DynamicStateConfig",
     "DynamicStateStream",
     "LiveTelemetry",
+    "Mode",
+    "SafeguardConfig",
     "Telemetry",
     "TraceTelemetry",
     "reference_dynamic_state",
+    "reference_governor",
     "simulated_trace",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from keel.errors import KeelError, suggest
+from keel.errors import KeelError, build_config, suggest
+from keel.streams.dynamic_state.governor import SafeguardConfig
 
 _CHOICES = {
     "tpc_input": ("hidden_state_residual", "hidden_state"),
@@ -31,6 +33,7 @@ class DynamicStateConfig:
         continuity: T from the angle between one TPC and the next (§2.5) or from the magnitude of the TPC (§10.9).
         substrate: S = exp(-softplus(w·v)) (§7.4, made safe) or sigmoid(w·v) (§10.8). The two are one function: w changes sign.
         update: x along the direction of the TPC, or the same x in every channel (§10.7), where the state keeps one number only.
+        safeguards: thresholds of §12, also as a mapping; None for none. They act outside training alone, where §9's losses do.
         init: ``identity`` has a gate a channel that starts at zero, so attaching changes nothing; ``paper`` has no gate (§8.3).
     """
 
@@ -42,9 +45,13 @@ class DynamicStateConfig:
     continuity: Literal["trajectory", "magnitude"] = "trajectory"
     substrate: Literal["exponential", "sigmoid"] = "exponential"
     update: Literal["directional", "broadcast"] = "directional"
+    safeguards: SafeguardConfig | Mapping[str, Any] | None = None
     init: Literal["identity", "paper"] = "identity"
 
     def __post_init__(self) -> None:
+        if isinstance(self.safeguards, Mapping):
+            limits: Any = build_config(SafeguardConfig, self.safeguards, "dynamic state stream: safeguards")
+            object.__setattr__(self, "safeguards", limits)
         for name, choices in _CHOICES.items():
             given = getattr(self, name)
             if given not in choices:
@@ -59,3 +66,9 @@ class DynamicStateConfig:
             raise KeelError(
                 f"dynamic state stream: noise_floor={self.noise_floor}; the update divides by N, give a value above 0"
             )
+
+    @property
+    def limits(self) -> SafeguardConfig:
+        """The thresholds, where there are safeguards."""
+        assert isinstance(self.safeguards, SafeguardConfig)
+        return self.safeguards

@@ -77,7 +77,8 @@ def coherence(from_hidden: Tensor, weights: StepWeights, tpc: Tensor) -> Tensor:
 
 def noise(raw: Tensor, floor: float) -> Tensor:
     """Return N = softplus(raw) + n_min (§4.3, §10.5), at least ``floor``."""
-    return F.softplus(raw) + floor
+    # Not F.softplus: under torch.compile its backward gives other strides than it says, for the gradients that come from here.
+    return torch.logaddexp(raw, raw.new_zeros(())) + floor
 
 
 def alignment(query: Tensor, tpc: Tensor, tpc_norm: Tensor) -> Tensor:

@@ -209,8 +209,8 @@ def dynamic_state_backward(
     """
     length, batch, double = grad_states_TB2K.shape
     size = double // 2
-    grad_gates = local_TB4K.clone()
-    grads = grad_states_TB2K.clone()
+    grad_gates = local_TB4K.clone(memory_format=torch.contiguous_format)
+    grads = grad_states_TB2K.clone(memory_format=torch.contiguous_format)
     grad_numbers = grads.new_empty(length, batch, 2, 1)
     grad_before = grads.new_zeros(batch, double)
     gate_views = grad_gates.view(length, batch, 4, size).unbind(0)
@@ -252,7 +252,8 @@ def _(
     length, batch, double = grad_states_TB2K.shape
     numbers = grad_states_TB2K.new_empty(length, batch, 2, 1)
     before = grad_states_TB2K.new_empty(batch, double)
-    return torch.empty_like(local_TB4K), grad_states_TB2K.new_empty(length, batch, double), numbers, before
+    gates = local_TB4K.new_empty(local_TB4K.shape)
+    return gates, grad_states_TB2K.new_empty(length, batch, double), numbers, before
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

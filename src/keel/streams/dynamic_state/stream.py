@@ -37,7 +37,9 @@ from keel.streams.dynamic_state.dynamics import (
     step,
     substrate_stability,
 )
+from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory, mode_of
 from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
+from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
 from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
 
 
@@ -46,9 +48,9 @@ class DynamicStateFlow(Flow):
 
     residual_BTD: Tensor | None = None
     parts: TokenParts
-    tpc_BTK: Tensor
-    state_BTK: Tensor
-    before: tuple[Tensor, Tensor]
+    guarded: bool = False
+    before: State
+    states: State
     seen_BT: Tensor | None = None
     position_BT: Tensor | None = None
 
@@ -64,7 +66,8 @@ class DynamicStateStream(Stream):
 
     State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens. Signals: ``coherence`` (I),
     ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and
-    ``state``, [B, T, K].
+    ``state``, [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor`` [B, Q]; signals ``change`` and
+    ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is detected; the others as measured.
     Reference twin: ``reference_dynamic_state``.
 
     The author of DTA states research-only terms; NOTICE repeats them.
@@ -155,13 +158,15 @@ class DynamicStateStream(Stream):
         # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
         dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
         flow.parts = self._token_parts(flow, _as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
-        zeros_BK = flow.parts.query_BK.new_zeros(hidden_BTD.shape[0], self.config.state_size)
-        flow.before = flow.state.get("tpc", zeros_BK), flow.state.get("s", zeros_BK)
         self._recur(flow)
-        delta_BTD = flow.state_BTK @ _as(self.integration, dtype).T
+        delta_BTD = flow.states["s"] @ _as(self.integration, dtype).T
         if self.config.init == "identity":
             delta_BTD = delta_BTD * self.gate
-        return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
+        if not flow.guarded:
+            return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
+        reliance_BT1 = flow.states["governor"][..., -1:]
+        written_BTD = hidden_BTD + _as(delta_BTD * reliance_BT1, hidden_BTD.dtype)
+        return torch.where(reliance_BT1 > 0, written_BTD, hidden_BTD)
 
     def _token_parts(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
         dtype, rows = hidden_BTD.dtype, self.hidden_rows
@@ -216,56 +221,78 @@ class DynamicStateStream(Stream):
         """Fill in the states after every column, frozen where there is padding."""
         parts, attended_BT, starts_BT = flow.parts, flow.inputs.attended_BT, flow.inputs.document_starts_BT
         weights = self._step_weights(parts.query_BK.dtype)
-        before_B2K = torch.cat(flow.before, -1)
+        flow.guarded = self.config.safeguards is not None and not self.training
+        size = self.config.state_size
+        sizes = (
+            {"tpc": size, "s": size, "baseline": size, "governor": MEMORY_SIZE}
+            if flow.guarded
+            else dict.fromkeys(("tpc", "s"), size)
+        )
+        flow.before = {
+            name: flow.state[name] if name in flow.state else parts.query_BK.new_zeros(len(parts.query_BK), width)
+            for name, width in sizes.items()
+        }
+        before_BX = torch.cat([*flow.before.values()], -1)
         if attended_BT is None:
-            states_BT2K = self._sequence(parts, weights, before_B2K, starts_BT)
+            states_BTX = self._sequence(parts, weights, before_BX, starts_BT)
+        elif attended_BT.shape[1] == 1:
+            states_BTX = self._sequence(parts, weights, before_BX, starts_BT)
+            states_BTX = torch.where(attended_BT.unsqueeze(-1), states_BTX, before_BX.unsqueeze(1))
         else:
             packed_BTx = pack_left(torch.cat(parts, -1), attended_BT)
             packed = TokenParts(*packed_BTx.split([part.shape[-1] for part in parts], -1))
             starts_BT = None if starts_BT is None else pack_left(starts_BT, attended_BT)
-            states_BT2K = unpack(self._sequence(packed, weights, before_B2K, starts_BT), attended_BT, before_B2K)
-        flow.tpc_BTK, flow.state_BTK = states_BT2K.chunk(2, -1)
+            states_BTX = unpack(self._sequence(packed, weights, before_BX, starts_BT), attended_BT, before_BX)
+        flow.states = dict(zip(sizes, states_BTX.split([*sizes.values()], -1), strict=True))
 
-    def _sequence(
-        self, parts: TokenParts, weights: StepWeights, before_B2K: Tensor, starts_BT: Tensor | None
-    ) -> Tensor:
-        """Return [TPC, s] after every token, [B, T, 2K]."""
+    def _sequence(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
+        """Return [TPC, s], and under safeguards [baseline, governor], after every token, [B, T, X]."""
         first_readings = self.config.continuity == "trajectory" and self.config.update == "directional"
-        if first_readings and parts.query_BK.shape[1] > 1:
-            return dynamic_state_recurrence(parts, weights, self.config.retention, before_B2K, starts_BT)
-        return self._loop(parts, weights, before_B2K, starts_BT)
+        plain = before_BX.shape[-1] == 2 * self.config.state_size
+        if first_readings and plain and parts.query_BK.shape[1] > 1:
+            return dynamic_state_recurrence(parts, weights, self.config.retention, before_BX, starts_BT)
+        return self._loop(parts, weights, before_BX, starts_BT)
 
-    def _loop(self, parts: TokenParts, weights: StepWeights, before_B2K: Tensor, starts_BT: Tensor | None) -> Tensor:
-        tpc_BK, state_BK = before_B2K.chunk(2, -1)
+    def _loop(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
         rows = []
-        for t, token in enumerate(zip(*(part.unbind(1) for part in parts), strict=True)):
+        for t in range(parts.query_BK.shape[1]):
             if starts_BT is not None:
-                keep_B1 = starts_BT[:, t, None].logical_not()
-                tpc_BK, state_BK = tpc_BK * keep_B1, state_BK * keep_B1
-            tpc_BK, state_BK, _ = step(self.config, TokenParts(*token), weights, tpc_BK, state_BK)
-            rows.append(torch.cat([tpc_BK, state_BK], -1))
-        return torch.stack(rows, 1)
+                before_BX = before_BX.masked_fill(starts_BT[:, t, None], 0.0)
+            token = TokenParts(*(part[:, t] for part in parts))
+            before_BX = self._advance(token, weights, before_BX)
+            rows.append(before_BX)
+        return torch.stack(rows, 1) if len(rows) > 1 else before_BX.unsqueeze(1)
+
+    def _advance(self, token: TokenParts, weights: StepWeights, before_BX: Tensor) -> Tensor:
+        size = self.config.state_size
+        if before_BX.shape[-1] == 2 * size:
+            return torch.cat(step(self.config, token, weights, *before_BX.chunk(2, -1))[:2], -1)
+        before = Guarded(*before_BX.split([size, size, size, MEMORY_SIZE], -1))
+        return torch.cat(guarded_step(self.config, token, weights, before), -1)
 
     def close(self, flow: Flow) -> PassResult:
         """Return states, their history and the signals."""
         assert isinstance(flow, DynamicStateFlow)
-        state = {"tpc": flow.tpc_BTK[:, -1], "s": flow.state_BTK[:, -1]}
-        history = {"tpc": flow.tpc_BTK, "s": flow.state_BTK} if flow.inputs.keep_history else {}
-        if flow.seen_BT is not None:
-            state["position"] = flow.seen_BT[:, -1]
-            if flow.inputs.keep_history:
-                history["position"] = flow.seen_BT
-        signals = self._signals(flow) if flow.inputs.collect_signals else {}
-        return PassResult(state=state, history=history, signals=signals)
+        states = flow.states if flow.seen_BT is None else {**flow.states, "position": flow.seen_BT}
+        return PassResult(
+            state={name: value[:, -1] for name, value in states.items()},
+            history=states if flow.inputs.keep_history else {},
+            signals=self._signals(flow) if flow.inputs.collect_signals else {},
+        )
 
     def _signals(self, flow: DynamicStateFlow) -> dict[str, Tensor]:
-        before_BTK = torch.cat([flow.before[0].unsqueeze(1), flow.tpc_BTK[:, :-1]], 1)
+        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"]}
+        if flow.guarded:
+            memory = Memory(*flow.states["governor"].split(SIZES, -1))
+            measured = dict(zip(MEASURES, memory.measures.unbind(-1), strict=True))
+            mode_BT = mode_of(self.config.limits, memory.timer).squeeze(-1)
+            return {**measured, **whole, "governor": mode_BT, "failures": memory.detected}
+        before_BTK = torch.cat([flow.before["tpc"].unsqueeze(1), flow.states["tpc"][:, :-1]], 1)
         if flow.inputs.document_starts_BT is not None:
             before_BTK = before_BTK.masked_fill(flow.inputs.document_starts_BT.unsqueeze(-1), 0.0)
-        weights = self._step_weights(flow.tpc_BTK.dtype)
-        signals: Any = signals_of(self.config, flow.parts, weights, flow.tpc_BTK, before_BTK)
-        named = {name: signal.squeeze(-1) for name, signal in signals._asdict().items()}
-        return {**named, "tpc": flow.tpc_BTK, "state": flow.state_BTK}
+        weights = self._step_weights(before_BTK.dtype)
+        signals: Any = signals_of(self.config, flow.parts, weights, flow.states["tpc"], before_BTK)
+        return {**{name: signal.squeeze(-1) for name, signal in signals._asdict().items()}, **whole}
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

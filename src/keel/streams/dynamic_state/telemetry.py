@@ -45,7 +45,8 @@ class ConstantTelemetry(Telemetry):
     """The same features at every token; healthy unless told otherwise."""
 
     def __init__(self, features: Sequence[float] = (0.0,) * len(FEATURES)) -> None:
-        self.features_R = _features(torch.tensor(features, dtype=torch.float32), "features")
+        # On the processor, whatever device a model around it is being made on: "meta" holds no numbers.
+        self.features_R = _features(torch.tensor(features, dtype=torch.float32, device="cpu"), "features")
 
     def read(self, positions_BT: Tensor | None) -> Tensor:
         """See ``Telemetry.read``."""
