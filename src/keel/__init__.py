@@ -6,10 +6,11 @@ from keel.cache import signals_of
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import LearnedPositionsStream, MarginPrior, StructuralStream
+from keel.streams import DynamicStateStream, LearnedPositionsStream, MarginPrior, StructuralStream
 
 __version__ = "0.1.0"
 __all__ = [
+    "DynamicStateStream",
     "KeelConfig",
     "KeelError",
     "KeelForCausalLM",

@@ -68,13 +68,15 @@ class StreamCase:
     """A stream of the suite.
 
     ``everywhere``: the costly behaviours run with it on every host, not on the first alone; for one or two a mechanism.
-    ``identity``: attaching it changes nothing. ``losses``: the names of its auxiliary losses.
+    ``identity``: attaching it changes nothing. ``losses``: the names of its auxiliary losses. ``reads_host``: it reads the host's
+    hidden states and not the embeddings alone.
     """
 
     make: Callable[[], Stream]
     everywhere: bool = False
     identity: bool = True
     losses: tuple[str, ...] = ()
+    reads_host: bool = False
 
 
 def _structural(**fields: Any) -> Callable[[], Stream]:
@@ -96,6 +98,26 @@ STREAM_CASES: dict[str, StreamCase] = {
         _structural(inject="fusion", cell="scan", share="layer", gate="channel", init="paper"), identity=False
     ),
     "no_gate": StreamCase(_structural(gate="none")),
+    # It forgets fast and takes much up, so that a few tokens suffice to see it.
+    "dynamic_state": StreamCase(
+        lambda: keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02), everywhere=True, reads_host=True
+    ),
+    # Thresholds that random weights cross now and then: rows go into safe mode and come back within the few tokens of a test.
+    "dynamic_state_guarded": StreamCase(
+        lambda: keel.DynamicStateStream(
+            state_size=8,
+            retention=0.3,
+            noise_floor=0.02,
+            safeguards={
+                "coherence_least": 0.15,
+                "patience": 3,
+                "cooldown": 1,
+                "change_most": 3.0,
+                "instability_most": 0.93,
+            },
+        ),
+        reads_host=True,
+    ),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),
 }
 

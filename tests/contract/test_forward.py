@@ -120,19 +120,35 @@ def test_document_starts_give_separate_documents_stream_states(case: Case) -> No
     packed = torch.cat([first, second], 1)
     starts = torch.zeros_like(packed, dtype=torch.bool)
     starts[:, [0, 5]] = True
+    after = _signals_at_the_end if case.stream.reads_host else _stream_states
     with torch.no_grad():
         alone, reset, continued = (
-            _stream_states(model(ids, document_starts=where, use_cache=True).past_key_values)
-            for ids, where in ((second, None), (packed, starts), (packed, None))
+            after(model, ids, where) for ids, where in ((second, None), (packed, starts), (packed, None))
         )
-    for name, state in alone.items():
-        close(reset[name], state)
-        assert not torch.allclose(continued[name], state, atol=1e-2)
+    for name, value in alone.items():
+        close(reset[name], value)
+    for name in ("tpc", "state") if case.stream.reads_host else alone:
+        name = f"dynamic_state.{name}" if case.stream.reads_host else name
+        assert not torch.allclose(continued[name], alone[name], atol=1e-2)
 
 
-def _stream_states(cache: DynamicCache) -> dict[str, torch.Tensor]:
-    assert isinstance(cache.layers[-1], StreamCacheLayer)
-    return {f"{name}.{key}": value for name, state in cache.layers[-1].states.items() for key, value in state.items()}
+def _stream_states(
+    model: keel.KeelForCausalLM, ids: torch.Tensor, starts: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    layer = model(ids, document_starts=starts, use_cache=True).past_key_values.layers[-1]
+    assert isinstance(layer, StreamCacheLayer)
+    return {f"{name}.{key}": value for name, state in layer.states.items() for key, value in state.items()}
+
+
+def _signals_at_the_end(
+    model: keel.KeelForCausalLM, ids: torch.Tensor, starts: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """A stream that reads the host's hidden states sees what the host attends to: here positions that restart keep it to a document."""
+    positions = torch.arange(ids.shape[1]) if ids.shape[1] == 6 else torch.tensor([*range(5), *range(6)])
+    output = model(
+        ids, position_ids=positions.expand_as(ids), document_starts=starts, use_cache=False, collect_signals=True
+    )
+    return {name: signal[:, -1] for name, signal in output.signals.items()}
 
 
 @every_case

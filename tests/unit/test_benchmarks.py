@@ -19,6 +19,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("step", [], {"host", "gru", "diagonal", "scan", "x-transformers"}, "step"),
         ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan"}, "decode"),
         ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
+        ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
         (
             "evaluation",
             ["--tokens", "64", "--lengths", "16", "--arms", "gru"],

@@ -1,4 +1,4 @@
-"""Side streams: the contract (``base``) and one file a mechanism."""
+"""Side streams: the contract (``base``) and one file or folder a mechanism."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from keel.errors import KeelError, build_config, suggest
 from keel.streams.base import PassInputs, PassResult, Stream, StreamLoss
+from keel.streams.dynamic_state import DynamicStateConfig, DynamicStateStream
 from keel.streams.learned_positions import LearnedPositionsConfig, LearnedPositionsStream
 from keel.streams.margin import MarginConfig, MarginPrior
 from keel.streams.structural import StructuralConfig, StructuralStream
 
 STREAMS: dict[str, type[Stream]] = {
-    stream.type_name: stream for stream in (StructuralStream, MarginPrior, LearnedPositionsStream)
+    stream.type_name: stream for stream in (StructuralStream, MarginPrior, DynamicStateStream, LearnedPositionsStream)
 }
 
 
@@ -32,6 +33,8 @@ def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Strea
 
 __all__ = [
     "STREAMS",
+    "DynamicStateConfig",
+    "DynamicStateStream",
     "LearnedPositionsConfig",
     "LearnedPositionsStream",
     "MarginConfig",

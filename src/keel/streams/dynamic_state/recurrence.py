@@ -1,0 +1,338 @@
+"""The dynamic state recurrence over a whole sequence, as one opaque operator with a hand-written backward.
+
+The state feeds the temporal core, so time stays sequential. All that depends on the host alone comes in computed; a step is then
+one product for the gates, one for the direction, one for the inner products, and a handful of calls on [B, 1] numbers, all into
+buffers whose views are made beforehand. Going back, every derivative that does not depend on the incoming gradient is prepared
+for all steps at once: a step multiplies by them, and every weight gradient is one product at the end.
+
+Written for the first readings of ``DynamicStateConfig`` (trajectory, directional); the others run ``dynamics.step`` in a loop.
+Reference twin: ``reference_dynamic_state``; a shorter one: ``dynamics.step`` in a loop.
+
+Shapes: T tokens (time comes first here), B batch, K state size. A row [B, 4K] holds (M TPC, TPC, s, query of the next token); a
+gate buffer [B, 4K] (new from the TPC, reset, update, new from the input); numbers [B, 8] those named in ``_NUMBERS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.streams.dynamic_state.dynamics import EPSILON, StepWeights, TokenParts
+
+
+def dynamic_state_recurrence(
+    parts: TokenParts, weights: StepWeights, retention: float, before_B2K: Tensor, starts_BT: Tensor | None
+) -> Tensor:
+    """Return [TPC, s] after every token, [B, T, 2K], differentiable once in every tensor but ``starts_BT``.
+
+    Args:
+        parts: what depends on the host alone, [B, T, ...], in float32 or float64.
+        weights: with a direction.
+        retention: alpha, in [0, 1).
+        before_B2K: [TPC, s] before the first token.
+        starts_BT: bool, True where both are set to zero before the token is read.
+    """
+    assert weights.direction_KK is not None
+    # s' = a s + g p with a = (alpha S / 2) (2 T) and g = ((1 - alpha) S / 2 N) I C (2 T) / ‖p‖, p = M TPC
+    half_BT1 = 0.5 * parts.substrate_B1
+    factors_BT2 = torch.cat([(1 - retention) * half_BT1 / parts.noise_B1, retention * half_BT1], -1)
+    keep_TB = None if starts_BT is None else starts_BT.logical_not().T.to(before_B2K.dtype)
+    tensors = [
+        *(
+            part.transpose(0, 1).contiguous()
+            for part in (parts.gates_B3K, parts.query_BK, parts.coherence_B1, factors_BT2)
+        ),
+        *(weights.state_3KK, weights.tpc_3KK, weights.tpc_bias_3K, weights.coherence_K, weights.direction_KK),
+        before_B2K.contiguous(),
+    ]
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    states_TB2K, *_ = dynamic_state_forward(*tensors, keep_TB, save)
+    return states_TB2K.transpose(0, 1)
+
+
+def _gate_weight(state_3KK: Tensor, tpc_3KK: Tensor) -> Tensor:
+    """Return the weight [2K, 4K] that takes [TPC, s] to a gate buffer."""
+    size = tpc_3KK.shape[1]
+    weight = tpc_3KK.new_zeros(2 * size, 4 * size)
+    weight[:size, :size] = tpc_3KK[2 * size :].T
+    weight[:size, size : 3 * size] = tpc_3KK[: 2 * size].T
+    weight[size:, size:] = state_3KK.T
+    return weight
+
+
+@torch.library.custom_op("keel::dynamic_state_forward", mutates_args=())
+def dynamic_state_forward(
+    gates_TB3K: Tensor,
+    query_TBK: Tensor,
+    coherence_TB1: Tensor,
+    factors_TB2: Tensor,
+    state_3KK: Tensor,
+    tpc_3KK: Tensor,
+    tpc_bias_3K: Tensor,
+    coherence_K: Tensor,
+    direction_KK: Tensor,
+    before_B2K: Tensor,
+    keep_TB: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the recurrence. Returns the states [T, B, 2K] and, empty unless ``save``, rows, gates and numbers for the way back."""
+    length, batch, size = query_TBK.shape
+    rows = query_TBK.new_zeros(length + 1, batch, 4 * size)
+    rows[0, :, size : 3 * size] = before_B2K
+    rows[:-1, :, 3 * size :] = query_TBK
+    gates = query_TBK.new_empty(length, batch, 4 * size)
+    gates[..., :size] = tpc_bias_3K[2 * size :]
+    torch.add(gates_TB3K[..., : 2 * size], tpc_bias_3K[: 2 * size], out=gates[..., size : 3 * size])
+    gates[..., 3 * size :] = gates_TB3K[..., 2 * size :]
+    numbers = query_TBK.new_empty(length, 3, batch, 1)  # I, the cosine of C before it is clamped, 2 T
+    lengths = query_TBK.new_zeros(length + 1, batch, 2)  # of p and TPC
+    reset = [] if keep_TB is None else (keep_TB == 0).any(1).nonzero().flatten().tolist()
+    states = query_TBK.new_empty(length, batch, 2 * size)
+    _forward_steps(
+        rows, gates, numbers, lengths, coherence_TB1, factors_TB2, _gate_weight(state_3KK, tpc_3KK),
+        direction_KK.T.contiguous(), coherence_K, keep_TB, set(reset), states,
+    )  # fmt: skip
+    if not save:
+        rows, gates, numbers = (query_TBK.new_empty(0) for _ in range(3))
+    return states, rows, gates, numbers
+
+
+def _forward_steps(
+    rows: Tensor,
+    gates: Tensor,
+    numbers: Tensor,
+    lengths: Tensor,
+    coherence_TB1: Tensor,
+    factors_TB2: Tensor,
+    gate_weight: Tensor,
+    direction: Tensor,
+    coherence_K: Tensor,
+    keep_TB: Tensor | None,
+    reset: set[int],
+    states: Tensor,
+) -> None:
+    """Fill ``rows``, ``gates`` (with gate values), ``numbers``, ``lengths`` and ``states``."""
+    batch, size = rows.shape[1], rows.shape[2] // 4
+    pairs = rows[..., size : 3 * size].unbind(0)
+    ps, tpcs, ss, _ = (part.unbind(0) for part in rows.split(size, -1))
+    columns = rows.view(-1, batch, 4, size).unbind(0)
+    both = rows[..., : 2 * size].view(-1, batch, 2, size).unbind(0)
+    sigmoids = gates[..., size : 3 * size].unbind(0)
+    from_tpc, resets, updates, news = (part.unbind(0) for part in gates.split(size, -1))
+    gate_steps = gates.unbind(0)
+    coherences, cosines, continuities = (number.unbind(0) for number in numbers.unbind(1))
+    takes, keeps = (factor.unbind(0) for factor in factors_TB2.split(1, -1))
+    offsets = coherence_TB1.unbind(0)
+    length_p, length_tpc = (part.unbind(0) for part in lengths.split(1, -1))
+    length_steps = lengths.unbind(0)
+    coherence_K1 = coherence_K.unsqueeze(-1)
+    one = rows.new_ones(())
+    torch.linalg.vector_norm(both[0], dim=-1, out=length_steps[0])
+    length_steps[0].add_(EPSILON)
+    for t, gate in enumerate(gate_steps):
+        if t in reset:
+            assert keep_TB is not None
+            if t:
+                states[t - 1] = pairs[t]
+            pairs[t].mul_(keep_TB[t, :, None])
+            torch.linalg.vector_norm(both[t], dim=-1, out=length_steps[t]).add_(EPSILON)
+        gate.addmm_(pairs[t], gate_weight)
+        sigmoids[t].sigmoid_()
+        news[t].addcmul_(resets[t], from_tpc[t]).tanh_()
+        tpc = tpcs[t + 1]
+        torch.lerp(news[t], tpcs[t], updates[t], out=tpc)
+        torch.mm(tpc, direction, out=ps[t + 1])
+        torch.linalg.vector_norm(both[t + 1], dim=-1, out=length_steps[t + 1]).add_(EPSILON)
+        inner = torch.bmm(columns[t], tpc.unsqueeze(-1))
+        torch.addmm(offsets[t], tpc, coherence_K1, out=coherences[t]).sigmoid_()
+        torch.div(inner[:, 3], length_tpc[t + 1], out=cosines[t])
+        torch.addcdiv(one, inner[:, 1], length_tpc[t + 1] * length_tpc[t], out=continuities[t])
+        retained = keeps[t] * continuities[t]
+        taken = cosines[t].clamp(0.0, 1.0).mul_(coherences[t]).mul_(continuities[t]).mul_(takes[t])
+        taken.div_(length_p[t + 1])
+        torch.addcmul(torch.mul(ps[t + 1], taken), ss[t], retained, out=ss[t + 1])
+    untouched = [t for t in range(len(gate_steps)) if t + 1 not in reset]
+    if reset:
+        states[untouched] = rows[1:, :, size : 3 * size][untouched]
+    else:
+        states.copy_(rows[1:, :, size : 3 * size])
+
+
+@dynamic_state_forward.register_fake
+def _(
+    gates_TB3K: Tensor,
+    query_TBK: Tensor,
+    coherence_TB1: Tensor,
+    factors_TB2: Tensor,
+    state_3KK: Tensor,
+    tpc_3KK: Tensor,
+    tpc_bias_3K: Tensor,
+    coherence_K: Tensor,
+    direction_KK: Tensor,
+    before_B2K: Tensor,
+    keep_TB: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    length, batch, size = query_TBK.shape
+    states = query_TBK.new_empty(length, batch, 2 * size)
+    if not save:
+        return states, query_TBK.new_empty(0), query_TBK.new_empty(0), query_TBK.new_empty(0)
+    rows = query_TBK.new_empty(length + 1, batch, 4 * size)
+    return states, rows, query_TBK.new_empty(length, batch, 4 * size), query_TBK.new_empty(length, 3, batch, 1)
+
+
+@torch.library.custom_op("keel::dynamic_state_backward", mutates_args=())
+def dynamic_state_backward(
+    grad_states_TB2K: Tensor,
+    local_TB4K: Tensor,
+    jacobian_TB2K2: Tensor,
+    outer_TB2K: Tensor,
+    through_TB2K: Tensor,
+    taken_TB1: Tensor,
+    gate_weight_4K2K: Tensor,
+    direction_KK: Tensor,
+    keep_TB: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the gradients' recurrence, last token first.
+
+    Args:
+        grad_states_TB2K: what the states after each token receive from outside.
+        local_TB4K: d TPC / d what enters each gate.
+        jacobian_TB2K2: d g and d a (see ``dynamic_state_recurrence``) / d TPC and d the TPC before.
+        outer_TB2K: p and the s before, whose inner products with the gradient of s are those of g and a. [T, B, 2, K]
+        through_TB2K: the update gate and a: what TPC and s hand on of their own gradient.
+        taken_TB1: g.
+    Returns: the gradients of the gates [T, B, 4K], of the states after each token [T, B, 2K], of g and a [T, B, 2, 1], and of the
+        states before the first token [B, 2K].
+    """
+    length, batch, double = grad_states_TB2K.shape
+    size = double // 2
+    grad_gates = local_TB4K.clone(memory_format=torch.contiguous_format)
+    grads = grad_states_TB2K.clone(memory_format=torch.contiguous_format)
+    grad_numbers = grads.new_empty(length, batch, 2, 1)
+    grad_before = grads.new_zeros(batch, double)
+    gate_views = grad_gates.view(length, batch, 4, size).unbind(0)
+    gate_steps, steps = grad_gates.unbind(0), [grad_before, *grads.unbind(0)]
+    from_tpcs = [grad_before[:, :size], *grads[..., :size].unbind(0)]
+    from_states, columns = grads[..., size:].unbind(0), grads[..., size:].unsqueeze(-1).unbind(0)
+    numbers, outers, jacobians = grad_numbers.unbind(0), outer_TB2K.unbind(0), jacobian_TB2K2.unbind(0)
+    throughs, takens = through_TB2K.unbind(0), taken_TB1.unbind(0)
+    reset = set() if keep_TB is None else set((keep_TB == 0).any(1).nonzero().flatten().tolist())
+    for t in reversed(range(length)):
+        grad_tpc, before = from_tpcs[t + 1], steps[t]
+        torch.bmm(outers[t], columns[t], out=numbers[t])
+        from_numbers = torch.bmm(jacobians[t], numbers[t]).squeeze(-1)
+        grad_tpc.add_(from_numbers[:, :size]).addmm_(from_states[t] * takens[t], direction_KK)
+        gate_views[t].mul_(grad_tpc.unsqueeze(1))
+        if t in reset:
+            assert keep_TB is not None
+            inside = torch.addcmul(gate_steps[t] @ gate_weight_4K2K, steps[t + 1], throughs[t])
+            inside[:, :size] += from_numbers[:, size:]
+            before.addcmul_(inside, keep_TB[t, :, None])
+        else:
+            before.addmm_(gate_steps[t], gate_weight_4K2K).addcmul_(steps[t + 1], throughs[t])
+            from_tpcs[t].add_(from_numbers[:, size:])
+    return grad_gates, grads, grad_numbers, grad_before
+
+
+@dynamic_state_backward.register_fake
+def _(
+    grad_states_TB2K: Tensor,
+    local_TB4K: Tensor,
+    jacobian_TB2K2: Tensor,
+    outer_TB2K: Tensor,
+    through_TB2K: Tensor,
+    taken_TB1: Tensor,
+    gate_weight_4K2K: Tensor,
+    direction_KK: Tensor,
+    keep_TB: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    length, batch, double = grad_states_TB2K.shape
+    numbers = grad_states_TB2K.new_empty(length, batch, 2, 1)
+    before = grad_states_TB2K.new_empty(batch, double)
+    gates = local_TB4K.new_empty(local_TB4K.shape)
+    return gates, grad_states_TB2K.new_empty(length, batch, double), numbers, before
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, query, _, factors, state_3KK, tpc_3KK, _, coherence_K, direction, _, keep, _ = inputs
+    states, rows, gates, numbers = output
+    ctx.mark_non_differentiable(rows, gates, numbers)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        query, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates, numbers
+    )
+
+
+def _unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the derivative of the length of each vector (zero where it has none), and the length as the recurrence has it."""
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / length.masked_fill(length == 0, 1.0), length + EPSILON
+
+
+def _backward(ctx: Any, grad_states: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_states is None:
+        return (None,) * 12
+    query, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates, numbers = ctx.saved_tensors
+    size = query.shape[-1]
+    p, (tpc, _), (_, tpc_0, s_0, _) = rows[1:, :, :size], states.split(size, -1), rows[:-1].split(size, -1)
+    (unit_p, length_p), (unit_tpc, length), (unit_0, length_0) = _unit(p), _unit(tpc), _unit(tpc_0)
+    i, cosine, continuity = numbers.unbind(1)
+    take, keep_share = factors.split(1, -1)
+    per_c = take * i * continuity / length_p  # g / C
+    per_t = take * i * cosine.clamp(0.0, 1.0) / length_p  # g / 2 T
+    taken, per_c = per_t * continuity, per_c * ((cosine >= 0) & (cosine <= 1))
+    # d 2T / d TPC and / d the TPC before it
+    both = length * length_0
+    t_after = tpc_0 / both - (continuity - 1) / length * unit_tpc
+    t_before = tpc / both - (continuity - 1) / length_0 * unit_0
+    g_after = taken * (1 - i) * coherence_K + per_c * (query - cosine * unit_tpc) / length + per_t * t_after
+    g_after = g_after - taken / length_p * (unit_p @ direction)
+    g_and_a = torch.cat([g_after, per_t * t_before], -1), torch.cat([keep_share * t_after, keep_share * t_before], -1)
+    grad_gates, grads, grad_numbers, grad_before = dynamic_state_backward(
+        grad_states.contiguous(),
+        _local_gradients(gates, tpc_0),
+        torch.stack(g_and_a, -1),
+        torch.stack([p, s_0], -2),
+        torch.cat([gates[..., 2 * size : 3 * size], (keep_share * continuity).expand_as(p)], -1),
+        taken,
+        _gate_weight(state_3KK, tpc_3KK).T.contiguous(),
+        direction,
+        keep,
+    )
+    grad_g, grad_a = grad_numbers.unbind(-2)
+    grad_p = taken * (grads[..., size:] - grad_g / length_p * unit_p)
+    grad_offset = grad_g * taken * (1 - i)
+    from_input, from_tpc = grad_gates[..., size:], grad_gates[..., : 3 * size]
+    recurrent = _weight_gradient(from_tpc, tpc_0).roll(-size, 0)
+    return (
+        from_input,
+        grad_g * per_c / length * tpc,
+        grad_offset,
+        torch.cat([grad_g * per_t * continuity / take, grad_a * continuity], -1),
+        _weight_gradient(from_input, s_0),
+        recurrent,
+        from_tpc.sum((0, 1)).roll(-size, 0),
+        (grad_offset * tpc).sum((0, 1)),
+        _weight_gradient(grad_p, tpc),
+        grad_before,
+        None,
+        None,
+    )
+
+
+def _weight_gradient(grad: Tensor, read: Tensor) -> Tensor:
+    return grad.flatten(0, 1).T @ read.flatten(0, 1)
+
+
+def _local_gradients(gates: Tensor, tpc_0: Tensor) -> Tensor:
+    """Return d TPC / d what enters each gate, in the order of the buffer."""
+    from_tpc, reset, update, new = gates.chunk(4, -1)
+    to_new = (1 - update) * (1 - new * new)
+    to_update = (tpc_0 - new) * update * (1 - update)
+    return torch.cat([to_new * reset, to_new * from_tpc * reset * (1 - reset), to_update, to_new], -1)
+
+
+dynamic_state_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,300 @@
+"""The dynamic state path of the Dynamic Transformer Architecture (DTA): a regulated recurrent state beside the host.
+
+    TPC_t = GRU([h_t, s_t, r_t], TPC_{t-1})                    §2.2   temporal persistence core
+    I_t = sigmoid(W1 [h_t, TPC_t])                             §3.3   coherence
+    N_t = softplus(w ‖r_t‖) + n_min                            §4.3   noise
+    C_t = clamp(cos(P h_t, TPC_t), 0, 1)                       §5.3   alignment
+    T_t = (1 + cos(TPC_t, TPC_{t-1})) / 2                      §2.5   continuity
+    S_t = exp(-softplus(w · v_t))                              §7.4   substrate stability, v_t telemetry (``telemetry``)
+    s_{t+1} = S_t T_t (alpha s_t + (1 - alpha) I_t C_t / N_t u_t)   §6.5   recursive integration, u_t the unit direction of M TPC_t
+    final_t = h_t + gate W3 s_{t+1}                            §8.3   integration path
+
+h is the hidden state behind the host's final norm, r the residual stream before it. ``reference_dynamic_state`` is the specification.
+
+Shapes: B batch, T tokens, D hidden size, K state size, R features of telemetry, P rows that read the hidden state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from keel.hosts import HostShape
+from keel.ops.padding import pack_left, unpack
+from keel.streams.base import Flow, PassInputs, PassResult, State, Stream
+from keel.streams.dynamic_state.config import DynamicStateConfig
+from keel.streams.dynamic_state.dynamics import (
+    StepWeights,
+    TokenParts,
+    noise,
+    norm,
+    signals_of,
+    step,
+    substrate_stability,
+)
+from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory, mode_of
+from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
+from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
+from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
+
+
+class DynamicStateFlow(Flow):
+    """Working memory of one pass: the residual stream, and all that was computed at the final hidden state."""
+
+    residual_BTD: Tensor | None = None
+    parts: TokenParts
+    guarded: bool = False
+    before: State
+    states: State
+    seen_BT: Tensor | None = None
+    position_BT: Tensor | None = None
+
+    def __init__(self, inputs: PassInputs, state: State) -> None:
+        self.inputs = inputs
+        self.state = state
+
+
+class DynamicStateStream(Stream):
+    """The dynamic state path of DTA (§2 to §8), beside the host's final norm.
+
+    ``telemetry`` is where the substrate's features come from: constant and healthy unless another source is put there.
+
+    State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens. Signals: ``coherence`` (I),
+    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and
+    ``state``, [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor`` [B, Q]; signals ``change`` and
+    ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is detected; the others as measured.
+    Reference twin: ``reference_dynamic_state``.
+
+    The author of DTA states research-only terms; NOTICE repeats them.
+    """
+
+    type_name = "dynamic_state"
+    config_class = DynamicStateConfig
+    config: DynamicStateConfig
+    substrate_weight: Tensor
+    substrate_bias: Tensor
+
+    def __init__(self, config: Any = None, **fields: Any) -> None:
+        super().__init__(config, **fields)
+        self.telemetry: Telemetry = ConstantTelemetry()
+
+    def build(self, shape: HostShape) -> None:
+        """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
+        size, width = self.config.state_size, shape.hidden_size
+        parts = {"gates": 3 * size, "alignment": size, "coherence": 1}
+        if self.config.noise == "hidden":
+            parts["noise"] = 1
+        ends = [0, *itertools.accumulate(parts.values())]
+        self.hidden_rows = {part: slice(ends[index], ends[index + 1]) for index, part in enumerate(parts)}
+        self.hidden_weight = nn.Parameter(torch.empty(ends[-1], width))
+        self.hidden_bias = nn.Parameter(torch.empty(ends[-1]))
+        if self.config.tpc_input == "hidden_state_residual":
+            self.residual_weight = nn.Parameter(torch.empty(3 * size, width))
+        self.state_weight = nn.Parameter(torch.empty(3 * size, size))
+        self.tpc_weight = nn.Parameter(torch.empty(3 * size, size))
+        self.tpc_bias = nn.Parameter(torch.empty(3 * size))
+        self.coherence_tpc = nn.Parameter(torch.empty(size))
+        if self.config.noise == "residual_norm":
+            self.noise_weight = nn.Parameter(torch.empty(1))
+            self.noise_bias = nn.Parameter(torch.empty(1))
+        if self.config.update == "directional":
+            self.direction = nn.Parameter(torch.empty(size, size))
+        self.integration = nn.Parameter(torch.empty(width, size))
+        if self.config.init == "identity":
+            self.gate = nn.Parameter(torch.empty(width))
+        # Calibrated and not trained (§7.4): under healthy telemetry, all zeros, they would get no gradient.
+        self.register_buffer("substrate_weight", torch.empty(len(FEATURES)))
+        self.register_buffer("substrate_bias", torch.empty(1))
+
+    def init_weights(self) -> None:
+        """See ``Stream.init_weights``: matrices uniform by the width of what they read; S is 0.998 when healthy."""
+        size, width = self.integration.shape[1], self.integration.shape[0]
+        gates_read = size + width * (1 + hasattr(self, "residual_weight"))
+        bounds = {
+            "hidden_weight": width, "residual_weight": gates_read, "state_weight": gates_read, "tpc_weight": size,
+            "coherence_tpc": size, "direction": size, "integration": size,
+        }  # fmt: skip
+        for name, reads in bounds.items():
+            if hasattr(self, name):
+                init.uniform_(getattr(self, name), -(reads**-0.5), reads**-0.5)
+        for name in ("hidden_bias", "tpc_bias", "noise_bias", "gate"):
+            if hasattr(self, name):
+                init.zeros_(getattr(self, name))
+        if hasattr(self, "noise_weight"):
+            init.constant_(self.noise_weight, width**-0.5)  # N then reads the root mean square of the residual stream
+        # One exhausted resource gives S = 0.002, a half exhausted one 0.5.
+        sign = -1.0 if self.config.substrate == "sigmoid" else 1.0
+        init.constant_(self.substrate_weight, 12.0 * sign)
+        init.constant_(self.substrate_bias, -6.0 * sign)
+        init.zeros_(self.step)
+
+    def write_sites(self) -> list[tuple[str, int]]:
+        """See ``Stream.write_sites``: at the first of the two the residual stream is read, and nothing written."""
+        return [("final_norm_input", -1), ("final_hidden", -1)]
+
+    def open(self, inputs: PassInputs, state: State) -> DynamicStateFlow:
+        """See ``Stream.open``: all that this stream reads comes at the end of the host's pass."""
+        return DynamicStateFlow(inputs, state)
+
+    def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
+        """Keep the residual stream; then run the path and return ``h + gate W3 s`` (§8.3)."""
+        assert isinstance(flow, DynamicStateFlow)
+        if site == "final_norm_input":
+            flow.residual_BTD = hidden_BTD
+            return hidden_BTD
+        device = hidden_BTD.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._run(hidden_BTD, flow)
+        return self._run(hidden_BTD, flow)
+
+    def _run(self, hidden_BTD: Tensor, flow: DynamicStateFlow) -> Tensor:
+        assert flow.residual_BTD is not None
+        # At least float32 from here: the states after every token, which a rollback takes up, are as exact as the last one.
+        dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
+        flow.parts = self._token_parts(flow, _as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
+        self._recur(flow)
+        delta_BTD = flow.states["s"] @ _as(self.integration, dtype).T
+        if self.config.init == "identity":
+            delta_BTD = delta_BTD * self.gate
+        if not flow.guarded:
+            return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
+        reliance_BT1 = flow.states["governor"][..., -1:]
+        written_BTD = hidden_BTD + _as(delta_BTD * reliance_BT1, hidden_BTD.dtype)
+        return torch.where(reliance_BT1 > 0, written_BTD, hidden_BTD)
+
+    def _token_parts(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
+        dtype, rows = hidden_BTD.dtype, self.hidden_rows
+        products_BTP = F.linear(hidden_BTD, _as(self.hidden_weight, dtype), _as(self.hidden_bias, dtype))
+        gates_BT3K = products_BTP[..., rows["gates"]]
+        if self.config.tpc_input == "hidden_state_residual":
+            gates_BT3K = gates_BT3K + residual_BTD @ _as(self.residual_weight, dtype).T
+        query_BTK = products_BTP[..., rows["alignment"]]
+        if self.config.noise == "hidden":
+            raw_BT1 = products_BTP[..., rows["noise"]]
+        else:
+            length_BT1 = torch.linalg.vector_norm(residual_BTD, dim=-1, keepdim=True)
+            raw_BT1 = length_BT1 * self.noise_weight + self.noise_bias
+        return TokenParts(
+            gates_BT3K,
+            query_BTK / norm(query_BTK),
+            products_BTP[..., rows["coherence"]],
+            noise(raw_BT1, self.config.noise_floor),
+            self._substrate(flow, hidden_BTD),
+        )
+
+    def _substrate(self, flow: DynamicStateFlow, like_BTD: Tensor) -> Tensor:
+        if self.telemetry.follows_tokens:
+            flow.position_BT = self._positions(flow, like_BTD)
+        features = _as(self.telemetry.read(flow.position_BT).to(like_BTD.device), self.substrate_weight.dtype)
+        substrate = substrate_stability(self.config.substrate, self.substrate_weight, self.substrate_bias, features)
+        return _as(substrate, like_BTD.dtype).expand(*like_BTD.shape[:2], 1)
+
+    def _positions(self, flow: DynamicStateFlow, like_BTD: Tensor) -> Tensor:
+        """Return how many attended tokens stand before each column, [B, T]: what a trace of telemetry follows."""
+        batch, length = like_BTD.shape[:2]
+        attended_BT = flow.inputs.attended_BT
+        if attended_BT is None:
+            attended_BT = torch.ones(batch, length, dtype=torch.bool, device=like_BTD.device)
+        seen_B = flow.state.get("position")
+        counted_BT = attended_BT.long().cumsum(1)
+        flow.seen_BT = counted_BT if seen_B is None else counted_BT + seen_B.unsqueeze(1)
+        return (flow.seen_BT - 1).clamp(min=0)
+
+    def calibrate(self, healthy_NR: Tensor, degraded_NR: Tensor) -> None:
+        """Set W_s from recorded telemetry of a healthy and of a degraded machine (§7.4); see ``calibrated_projection``."""
+        weight_R, bias = calibrated_projection(healthy_NR, degraded_NR)
+        sign = -1.0 if self.config.substrate == "sigmoid" else 1.0
+        self.substrate_weight.copy_(sign * weight_R)
+        self.substrate_bias.copy_(sign * bias)
+
+    def _step_weights(self, dtype: torch.dtype) -> StepWeights:
+        names = ("state_weight", "tpc_weight", "tpc_bias", "coherence_tpc", "direction")
+        return StepWeights(*(_as(getattr(self, name), dtype) if hasattr(self, name) else None for name in names))  # type: ignore[arg-type]
+
+    def _recur(self, flow: DynamicStateFlow) -> None:
+        """Fill in the states after every column, frozen where there is padding."""
+        parts, attended_BT, starts_BT = flow.parts, flow.inputs.attended_BT, flow.inputs.document_starts_BT
+        weights = self._step_weights(parts.query_BK.dtype)
+        flow.guarded = self.config.safeguards is not None and not self.training
+        size = self.config.state_size
+        sizes = (
+            {"tpc": size, "s": size, "baseline": size, "governor": MEMORY_SIZE}
+            if flow.guarded
+            else dict.fromkeys(("tpc", "s"), size)
+        )
+        flow.before = {
+            name: flow.state[name] if name in flow.state else parts.query_BK.new_zeros(len(parts.query_BK), width)
+            for name, width in sizes.items()
+        }
+        before_BX = torch.cat([*flow.before.values()], -1)
+        if attended_BT is None:
+            states_BTX = self._sequence(parts, weights, before_BX, starts_BT)
+        elif attended_BT.shape[1] == 1:
+            states_BTX = self._sequence(parts, weights, before_BX, starts_BT)
+            states_BTX = torch.where(attended_BT.unsqueeze(-1), states_BTX, before_BX.unsqueeze(1))
+        else:
+            packed_BTx = pack_left(torch.cat(parts, -1), attended_BT)
+            packed = TokenParts(*packed_BTx.split([part.shape[-1] for part in parts], -1))
+            starts_BT = None if starts_BT is None else pack_left(starts_BT, attended_BT)
+            states_BTX = unpack(self._sequence(packed, weights, before_BX, starts_BT), attended_BT, before_BX)
+        flow.states = dict(zip(sizes, states_BTX.split([*sizes.values()], -1), strict=True))
+
+    def _sequence(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
+        """Return [TPC, s], and under safeguards [baseline, governor], after every token, [B, T, X]."""
+        first_readings = self.config.continuity == "trajectory" and self.config.update == "directional"
+        plain = before_BX.shape[-1] == 2 * self.config.state_size
+        if first_readings and plain and parts.query_BK.shape[1] > 1:
+            return dynamic_state_recurrence(parts, weights, self.config.retention, before_BX, starts_BT)
+        return self._loop(parts, weights, before_BX, starts_BT)
+
+    def _loop(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
+        rows = []
+        for t in range(parts.query_BK.shape[1]):
+            if starts_BT is not None:
+                before_BX = before_BX.masked_fill(starts_BT[:, t, None], 0.0)
+            token = TokenParts(*(part[:, t] for part in parts))
+            before_BX = self._advance(token, weights, before_BX)
+            rows.append(before_BX)
+        return torch.stack(rows, 1) if len(rows) > 1 else before_BX.unsqueeze(1)
+
+    def _advance(self, token: TokenParts, weights: StepWeights, before_BX: Tensor) -> Tensor:
+        size = self.config.state_size
+        if before_BX.shape[-1] == 2 * size:
+            return torch.cat(step(self.config, token, weights, *before_BX.chunk(2, -1))[:2], -1)
+        before = Guarded(*before_BX.split([size, size, size, MEMORY_SIZE], -1))
+        return torch.cat(guarded_step(self.config, token, weights, before), -1)
+
+    def close(self, flow: Flow) -> PassResult:
+        """Return states, their history and the signals."""
+        assert isinstance(flow, DynamicStateFlow)
+        states = flow.states if flow.seen_BT is None else {**flow.states, "position": flow.seen_BT}
+        return PassResult(
+            state={name: value[:, -1] for name, value in states.items()},
+            history=states if flow.inputs.keep_history else {},
+            signals=self._signals(flow) if flow.inputs.collect_signals else {},
+        )
+
+    def _signals(self, flow: DynamicStateFlow) -> dict[str, Tensor]:
+        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"]}
+        if flow.guarded:
+            memory = Memory(*flow.states["governor"].split(SIZES, -1))
+            measured = dict(zip(MEASURES, memory.measures.unbind(-1), strict=True))
+            mode_BT = mode_of(self.config.limits, memory.timer).squeeze(-1)
+            return {**measured, **whole, "governor": mode_BT, "failures": memory.detected}
+        before_BTK = torch.cat([flow.before["tpc"].unsqueeze(1), flow.states["tpc"][:, :-1]], 1)
+        if flow.inputs.document_starts_BT is not None:
+            before_BTK = before_BTK.masked_fill(flow.inputs.document_starts_BT.unsqueeze(-1), 0.0)
+        weights = self._step_weights(before_BTK.dtype)
+        signals: Any = signals_of(self.config, flow.parts, weights, flow.states["tpc"], before_BTK)
+        return {**{name: signal.squeeze(-1) for name, signal in signals._asdict().items()}, **whole}
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)`` without the call where there is nothing to do: a token of decoding pays for every call."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,0 +1,140 @@
+"""The dynamic state path against the paper's blueprint: ``DynamicStateStream`` equals ``reference_dynamic_state``.
+
+Everything runs in float64, so that a difference of 1e-10 is already an error of the formula and not of rounding.
+
+Shapes: B batch, T tokens, D hidden size, K state size, R features of telemetry.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError
+from keel.hosts import HostShape
+from keel.streams import stream_from_config
+from keel.streams.dynamic_state import DynamicStateStream, reference_dynamic_state
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
+
+from dynamic_state_cases import BATCH, LENGTH, SIZE, WIDTH, given_inputs, healthy, make_stream, run
+
+TOLERANCE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-10}
+READINGS: list[dict[str, Any]] = [
+    {},
+    {"tpc_input": "hidden_state"},
+    {"noise": "hidden"},
+    {"continuity": "magnitude"},
+    {"substrate": "sigmoid"},
+    {"update": "broadcast"},
+    {"init": "paper"},
+    {"tpc_input": "hidden_state", "noise": "hidden", "continuity": "magnitude", "update": "broadcast", "init": "paper"},
+]
+every_reading = pytest.mark.parametrize("fields", READINGS, ids=lambda fields: "-".join(fields.values()) or "default")
+
+
+def mask(*rows: str) -> Tensor:
+    return torch.tensor([[mark == "1" for mark in row] for row in rows])
+
+
+PADDED = mask("000111111", "111111000", "110001101")  # left, right, interior
+STARTS = mask("100010000", "000001000", "101001000")  # one of them on a padded token
+BATCHES: dict[str, dict[str, Tensor]] = {
+    "plain": {},
+    "padded": {"attended_BT": PADDED},
+    "documents": {"document_starts_BT": STARTS},
+    "padded documents": {"attended_BT": PADDED, "document_starts_BT": STARTS},
+    "nothing attended": {"attended_BT": mask("000000000", "111111111", "000000001")},
+}
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@every_reading
+def test_a_pass_equals_the_blueprint(fields: dict[str, Any], batch: dict[str, Tensor], with_state: bool) -> None:
+    stream, (hidden, residual, state) = make_stream(**fields), given_inputs(with_state=with_state)
+    written, result = run(stream, hidden, residual, state, **batch)
+    expected, states, signals = reference_dynamic_state(stream, hidden, residual, healthy(), **batch, state=state)
+    attended = batch.get("attended_BT", torch.ones(BATCH, LENGTH, dtype=torch.bool))
+    torch.testing.assert_close(written, expected, **TOLERANCE)
+    for name, value in states.items():
+        torch.testing.assert_close(result.history[name], value, **TOLERANCE)
+        torch.testing.assert_close(result.state[name], value[:, -1], **TOLERANCE)
+    for name, value in signals.items():
+        torch.testing.assert_close(result.signals[name][attended], value[attended], **TOLERANCE)
+    weigh = torch.randn(written.shape, generator=torch.Generator().manual_seed(3)).double()
+    wanted = [hidden, residual, *state.values(), *stream.parameters()]
+    found, right = (
+        torch.autograd.grad(
+            (out * weigh).sum() + sum((value.sin() * attended[..., None]).sum() for value in pieces),
+            wanted,
+            allow_unused=True,
+        )
+        for out, pieces in (
+            (written, [result.history["tpc"], result.history["s"], *(result.signals[n][..., None] for n in signals)]),
+            (expected, [states["tpc"], states["s"], *(value[..., None] for value in signals.values())]),
+        )
+    )
+    for one, other in zip(found, right, strict=True):
+        if one is None or other is None:
+            assert one is other is None
+        else:
+            torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+@every_reading
+def test_pieces_equal_the_whole(fields: dict[str, Any]) -> None:
+    stream, (hidden, residual, state) = make_stream(**fields), given_inputs()
+    with torch.no_grad():
+        whole, expected = run(stream, hidden, residual, state)
+        pieces = []
+        for here in (slice(0, 4), slice(4, 5), slice(5, LENGTH)):
+            written, result = run(stream, hidden[:, here], residual[:, here], state)
+            state = result.state
+            pieces.append((written, result.signals))
+    torch.testing.assert_close(torch.cat([written for written, _ in pieces], 1), whole, **TOLERANCE)
+    for name, value in expected.signals.items():
+        torch.testing.assert_close(torch.cat([signals[name] for _, signals in pieces], 1), value, **TOLERANCE)
+
+
+def test_the_two_readings_of_the_substrate_are_one_function() -> None:
+    """exp(-softplus(z)) = 1 / (1 + exp(z)) = sigmoid(-z): §7.4 made safe and §10.8 differ in the sign of w alone."""
+    (hidden, residual, state), found = given_inputs(), []
+    for reading in ("exponential", "sigmoid"):
+        found.append(run(make_stream(substrate=reading), hidden, residual, state)[1].signals["substrate"])
+    torch.testing.assert_close(*found, **TOLERANCE)
+    assert (found[0] < 1).all() and (found[0] > 0.99).all()
+
+
+def test_attaching_is_bitwise_identity_and_the_gate_opens_it() -> None:
+    torch.manual_seed(0)
+    stream = DynamicStateStream(state_size=SIZE)
+    stream.build(HostShape(hidden_size=WIDTH, num_layers=1))
+    stream.init_weights()
+    hidden, residual, _ = (x.float() if isinstance(x, Tensor) else x for x in given_inputs())
+    written, result = run(stream, hidden, residual, {})
+    assert torch.equal(written, hidden)
+    with torch.no_grad():
+        stream.gate.fill_(1.0)
+    assert not torch.equal(run(stream, hidden, residual, {})[0], hidden)
+    assert result.state["s"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"retention": 1.0}, "below 1"),
+        ({"noise_floor": 0.0}, "above 0"),
+        ({"state_size": 0}, "at least 1"),
+        ({"update": "direction"}, "did you mean 'directional'"),
+        ({"retension": 0.5}, "did you mean 'retention'"),
+    ],
+)
+def test_a_wrong_field_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        stream_from_config({"type": "dynamic_state", **fields})
