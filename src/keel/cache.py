@@ -28,7 +28,7 @@ class StreamCacheLayer(CacheLayerMixin):
         states: for each stream its state, every tensor [B, ...]; empty before the first token.
         history: for each stream the states after each recent token, [B, T, ...]; kept only while ``record_past``.
         base: the states before the first token of ``history``.
-        past: for each stream what it keeps of every token, [B, S, ...].
+        rows: for each stream what it keeps of every token, [B, S, ...].
         signals: for each stream the signals of every token, [B, S] or [B, S, L]; only of passes that were asked for them.
     """
 
@@ -40,7 +40,7 @@ class StreamCacheLayer(CacheLayerMixin):
         self.states: dict[str, State] = {}
         self.base: dict[str, State] = {}
         self.history: dict[str, State] = {}
-        self.past: dict[str, State] = {}
+        self.rows: dict[str, State] = {}
         self.signals: dict[str, State] = {}
         self.record_past = False
         self.seen = 0
@@ -57,14 +57,14 @@ class StreamCacheLayer(CacheLayerMixin):
                     self.history[name] = dict(result.history)
         self.states = {name: dict(result.state) for name, result in results.items()}
         for name, result in results.items():
-            _append(self.past, name, result.past)
+            _append(self.rows, name, result.rows)
             _append(self.signals, name, dict(result.signals))
         self.seen += num_tokens
         self.is_initialized = True
 
-    def of(self, name: str) -> State:
+    def previous(self, name: str) -> State:
         """Return what the stream ``name`` finds when a pass opens: its state, and what it kept of every token."""
-        return {**self.states.get(name, {}), **self.past.get(name, {})}
+        return {**self.states.get(name, {}), **self.rows.get(name, {})}
 
     def activate_past_recording(self) -> None:
         """Keep the state after every token from now on, until ``crop``."""
@@ -98,7 +98,7 @@ class StreamCacheLayer(CacheLayerMixin):
         self.history, self.base = {}, {}
         self.seen -= removed
         if removed:
-            for group in (self.past, self.signals):
+            for group in (self.rows, self.signals):
                 for name, kept_tokens in group.items():
                     group[name] = {key: tensor[:, :-removed] for key, tensor in kept_tokens.items()}
 
@@ -116,7 +116,7 @@ class StreamCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.base, self.history, self.past, self.signals, self.seen = {}, {}, {}, {}, {}, 0
+        self.states, self.base, self.history, self.rows, self.signals, self.seen = {}, {}, {}, {}, {}, 0
 
     def offload(self) -> None:
         """Keep the state where it is: it is small and read first in every pass."""
@@ -147,7 +147,7 @@ class StreamCacheLayer(CacheLayerMixin):
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for group in (self.states, self.base, self.history, self.past, self.signals):
+        for group in (self.states, self.base, self.history, self.rows, self.signals):
             for name, state in group.items():
                 group[name] = {key: change(value) for key, value in state.items()}
 

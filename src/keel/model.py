@@ -337,7 +337,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             collect_signals=collect_signals,
         )
         flows: dict[str, Flow] = {
-            name: stream.open(inputs, {} if layer is None else layer.of(name)) for name, stream in active.items()
+            name: stream.open(inputs, {} if layer is None else layer.previous(name)) for name, stream in active.items()
         }
         for name in self.embedding_writers if active else ():
             embeddings_BTD = active[name].write("embeddings", -1, embeddings_BTD, flows[name])

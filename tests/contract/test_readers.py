@@ -105,7 +105,7 @@ def test_nothing_is_computed_where_nobody_asks(name: str, monkeypatch: pytest.Mo
     with torch.no_grad():
         output = model(ids, use_cache=True)
     assert output.losses is None
-    assert not output.past_key_values.layers[-1].past
+    assert not output.past_key_values.layers[-1].rows
     model.generate(ids, max_new_tokens=3, do_sample=False)
 
 

@@ -74,7 +74,7 @@ class PassResult:
     Attributes:
         state: recurrent state after the last token, each [B, ...].
         history: for every entry of ``state`` its value after each token, [B, T, ...]; empty unless asked for.
-        past: what each token of the pass leaves for later ones, [B, T, ...]; the next ``open`` finds it in its ``state``, joined along
+        rows: what each token of the pass leaves for later ones, [B, T, ...]; the next ``open`` finds it in its ``state``, joined along
             T for all tokens so far.
         losses: named auxiliary losses.
         signals: named [B, T] or [B, T, L] tensors; empty unless asked for.
@@ -82,7 +82,7 @@ class PassResult:
 
     state: State = field(default_factory=dict)
     history: State = field(default_factory=dict)
-    past: State = field(default_factory=dict)
+    rows: State = field(default_factory=dict)
     losses: Mapping[str, StreamLoss] = field(default_factory=dict)
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -92,11 +92,11 @@ class MarginFlow(Flow):
     logabs_BT: Tensor | None = None
     sign_BT: Tensor | None = None
     residual_BT: Tensor | None = None
-    past: State
+    rows: State
 
     def __init__(self, inputs: PassInputs) -> None:
         self.inputs = inputs
-        self.past = {}
+        self.rows = {}
 
 
 class MarginPrior(Stream):
@@ -179,7 +179,7 @@ class MarginPrior(Stream):
         queries_BTR, keys_BTR = self.project(inputs.embeddings_BTD)
         attended_BT = inputs.attended_BT
         documents_BT = None if inputs.document_starts_BT is None else inputs.document_starts_BT.long().cumsum(1)
-        flow.past = {
+        flow.rows = {
             "queries": queries_BTR,
             "keys": keys_BTR,
             "attended": torch.ones(batch, length, dtype=torch.bool, device=device)
@@ -190,11 +190,11 @@ class MarginPrior(Stream):
             else documents_BT,
         }
         if self.config.noise is not None:
-            flow.past["embeddings"] = inputs.embeddings_BTD.to(queries_BTR.dtype)
-        everything = flow.past
+            flow.rows["embeddings"] = inputs.embeddings_BTD.to(queries_BTR.dtype)
+        everything = flow.rows
         if "keys" in state:
-            flow.past["documents"] = flow.past["documents"] + state["documents"][:, -1:]
-            everything = {key: torch.cat([state[key], new], 1) for key, new in flow.past.items()}
+            flow.rows["documents"] = flow.rows["documents"] + state["documents"][:, -1:]
+            everything = {key: torch.cat([state[key], new], 1) for key, new in flow.rows.items()}
             attended_BT, documents_BT = everything["attended"], everything["documents"]
         queries_BSR, keys_BSR = everything["queries"], everything["keys"]
         num_tokens = keys_BSR.shape[1]
@@ -207,7 +207,7 @@ class MarginPrior(Stream):
             flow.logabs_BT, flow.sign_BT = found.logabs_BT, found.sign_BT
         if self.config.noise is not None:
             weights_BTS = attention_weights(queries_BSR[:, -length:], keys_BSR, visible)
-            residual_BTD = flow.past["embeddings"] - weights_BTS @ everything["embeddings"]
+            residual_BTD = flow.rows["embeddings"] - weights_BTS @ everything["embeddings"]
             flow.residual_BT = residual_BTD.square().sum(-1) / (2 * self.config.noise**2)
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
@@ -228,7 +228,7 @@ class MarginPrior(Stream):
         if inputs.collect_signals:
             signals["barrier"] = -flow.logabs_BT
             signals["margin"] = flow.sign_BT * flow.logabs_BT.clamp(max=math.log(torch.finfo(torch.float32).max)).exp()
-        return PassResult(losses=losses, signals=signals, past=flow.past if inputs.collect_signals else {})
+        return PassResult(losses=losses, signals=signals, rows=flow.rows if inputs.collect_signals else {})
 
     @torch.no_grad()
     def degeneracy(self, embeddings_BTD: Tensor, attended_BT: Tensor | None = None) -> Degeneracy:
