@@ -5,7 +5,7 @@ from __future__ import annotations
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import LearnedPositionsStream, StructuralStream
+from keel.streams import LearnedPositionsStream, StructuralStream, TreeStream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "LearnedPositionsStream",
     "Positions",
     "StructuralStream",
+    "TreeStream",
     "attach",
     "load",
 ]

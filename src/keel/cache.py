@@ -24,6 +24,8 @@ class StreamCacheLayer(CacheLayerMixin):
 
     Attributes:
         states: for each stream its state, every tensor [B, ...]; empty before the first token.
+        rows: for each stream what it keeps for each token, [B, tokens so far, ...].
+        memory: for each stream what it keeps beside, [B, ...].
         history: for each stream the states after each recent token, [B, T, ...]; kept only while ``record_past``.
         base: the states before the first token of ``history``.
     """
@@ -34,6 +36,8 @@ class StreamCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, State] = {}
+        self.rows: dict[str, State] = {}
+        self.memory: dict[str, State] = {}
         self.base: dict[str, State] = {}
         self.history: dict[str, State] = {}
         self.record_past = False
@@ -50,8 +54,23 @@ class StreamCacheLayer(CacheLayerMixin):
                     self.base[name] = self.states.get(name, {})
                     self.history[name] = dict(result.history)
         self.states = {name: dict(result.state) for name, result in results.items()}
+        for name, result in results.items():
+            if result.rows:
+                past = self.rows.get(name)
+                self.rows[name] = {
+                    key: new if past is None else torch.cat([past[key], new], 1) for key, new in result.rows.items()
+                }
+            if result.memory:
+                self.memory[name] = dict(result.memory)
         self.seen += num_tokens
         self.is_initialized = True
+
+    def previous(self, name: str) -> State:
+        """Return what a stream left behind, as its next pass is opened with."""
+        state = self.states.get(name, {})
+        if name not in self.rows and name not in self.memory:  # as for most streams, at every token of decoding
+            return state
+        return {**state, **self.rows.get(name, {}), **self.memory.get(name, {})}
 
     def activate_past_recording(self) -> None:
         """Keep the state after every token from now on, until ``crop``."""
@@ -82,6 +101,8 @@ class StreamCacheLayer(CacheLayerMixin):
             self.states[name] = (
                 {key: states[:, kept - 1] for key, states in history.items()} if kept else self.base[name]
             )
+        for name, rows in self.rows.items():
+            self.rows[name] = {key: row[:, : row.shape[1] - removed] for key, row in rows.items()}
         self.history, self.base = {}, {}
         self.seen -= removed
 
@@ -99,7 +120,7 @@ class StreamCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.base, self.history, self.seen = {}, {}, {}, 0
+        self.states, self.rows, self.memory, self.base, self.history, self.seen = {}, {}, {}, {}, {}, 0
 
     def offload(self) -> None:
         """Keep the state where it is: it is small and read first in every pass."""
@@ -130,7 +151,7 @@ class StreamCacheLayer(CacheLayerMixin):
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for group in (self.states, self.base, self.history):
+        for group in (self.states, self.rows, self.memory, self.base, self.history):
             for name, state in group.items():
                 group[name] = {key: change(value) for key, value in state.items()}
 

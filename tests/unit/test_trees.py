@@ -341,9 +341,10 @@ def test_a_batch_of_unequal_rows() -> None:
         collate([*rows, fixed_chunks(3, 2)], 3)
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 2), (7, 2), (8, 2), (9, 3), (26, 3)])
+@pytest.mark.parametrize(("length", "width"), [(0, 2), (1, 2), (7, 2), (8, 2), (9, 3), (26, 3)])
 def test_fixed_chunks_are_there_as_soon_as_they_are_whole(length: int, width: int) -> None:
     chunks = fixed_chunks(length, width)
+    assert chunks.scope == "prefix"
     for t in range(length):
         heights = [h for h in range(6) if width**h <= t + 1]
         for layer in range(6):

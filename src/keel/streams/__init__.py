@@ -9,8 +9,11 @@ from keel.errors import KeelError, build_config, suggest
 from keel.streams.base import PassInputs, PassResult, Stream, StreamLoss
 from keel.streams.learned_positions import LearnedPositionsConfig, LearnedPositionsStream
 from keel.streams.structural import StructuralConfig, StructuralStream
+from keel.streams.tree import TreeConfig, TreeStream
 
-STREAMS: dict[str, type[Stream]] = {stream.type_name: stream for stream in (StructuralStream, LearnedPositionsStream)}
+STREAMS: dict[str, type[Stream]] = {
+    stream.type_name: stream for stream in (StructuralStream, TreeStream, LearnedPositionsStream)
+}
 
 
 def stream_from_config(given: Mapping[str, Any], where: str = "stream") -> Stream:
@@ -37,5 +40,7 @@ __all__ = [
     "StreamLoss",
     "StructuralConfig",
     "StructuralStream",
+    "TreeConfig",
+    "TreeStream",
     "stream_from_config",
 ]

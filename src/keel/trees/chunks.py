@@ -107,9 +107,11 @@ def fixed_chunks(num_tokens: int, width: int, scope: Scope = "prefix") -> Chunks
             ALWAYS if size * width > num_tokens else size * width - 2
         )  # then the first chunk of the next height is whole
         full = np.full_like(left, ALWAYS)
-        parts.append(Chunks(left, right, np.full_like(left, height), right, full, right, np.full_like(left, until), scope))
+        parts.append(
+            Chunks(left, right, np.full_like(left, height), right, full, right, np.full_like(left, until), scope)
+        )
         size, height = size * width, height + 1
-    return joined(parts)
+    return joined(parts, scope)
 
 
 def collate(rows: Sequence[Chunks], num_layers: int) -> dict[str, Tensor]:
