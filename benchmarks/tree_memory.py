@@ -62,7 +62,7 @@ def main() -> None:
 
     found, expected = fast(), slow()  # the round that does not count
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), "the fast path differs from its twin"
     times = {
         "prefix sums (keel)": timed(fast, options.rounds),
         "loop over nodes (twin)": timed(slow, options.slow_rounds),

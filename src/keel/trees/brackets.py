@@ -35,7 +35,7 @@ def read_brackets(path: str | Path) -> list[Any]:
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
-        trees = [clean(nltk_tree.Tree.fromstring(part)) for part in tokenizer.tokenize(text)]
+        trees = [clean(nltk_tree.Tree.fromstring(part)) for part in tokenizer.tokenize(text) if part.strip()]
     except (OSError, ValueError, EOFError) as error:
         reason = " ".join(str(error).split())
         raise KeelError(

@@ -1,4 +1,7 @@
-"""Sources of trees: text in, trees out. A source is named in one word, as in a recipe: ``bracketed:FILE``, ``treesitter:python``."""
+"""Sources of trees: text in, trees out.
+
+A source is named in one word, as in a recipe: ``bracketed:FILE``, ``treesitter:python``, ``keel:FILE`` (our own parser).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, Protocol
 
 from keel.errors import KeelError, suggest
 from keel.trees.brackets import optional, read_brackets, to_tree
+from keel.trees.trained import ParserSource
 from keel.trees.tree import Span, Tree
 
 LANGUAGES = ("json", "python")
@@ -133,11 +137,11 @@ def _character_of_byte(text: str, raw: bytes) -> range | list[int]:
     return [index for index, letter in enumerate(text) for _ in letter.encode("utf-8")] + [len(text)]
 
 
-_KINDS: dict[str, Any] = {"bracketed": BracketedSource, "treesitter": TreeSitterSource}
+_KINDS: dict[str, Any] = {"bracketed": BracketedSource, "keel": ParserSource, "treesitter": TreeSitterSource}
 
 
 def open_source(name: str) -> TreeSource:
-    """Return the source that a name means: ``bracketed:FILE`` or ``treesitter:LANGUAGE``.
+    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE`` or ``treesitter:LANGUAGE``.
 
     Raises: KeelError for an unknown kind, file or language, or a missing optional package.
     """
