@@ -41,6 +41,7 @@ FLOORS = {
     "trial": 4,
     "doctor": 4,
     "probing": 4,
+    "parsing": 4,
     "cli": 5,
     "__main__": 6,
     "__init__": 6,  # re-exports the public names; nobody inside imports from it
