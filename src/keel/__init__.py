@@ -6,7 +6,7 @@ from keel.cache import signals_of
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
-from keel.streams import DynamicStateStream, LearnedPositionsStream, MarginPrior, StructuralStream
+from keel.streams import DynamicStateStream, LearnedPositionsStream, MarginPrior, StructuralStream, TreeStream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "MarginPrior",
     "Positions",
     "StructuralStream",
+    "TreeStream",
     "attach",
     "load",
     "signals_of",

@@ -26,9 +26,10 @@ class StreamCacheLayer(CacheLayerMixin):
 
     Attributes:
         states: for each stream its state, every tensor [B, ...]; empty before the first token.
+        rows: for each stream what it keeps for each token, [B, S, ...].
+        memory: for each stream what it keeps beside, [B, ...].
         history: for each stream the states after each recent token, [B, T, ...]; kept only while ``record_past``.
         base: the states before the first token of ``history``.
-        rows: for each stream what it keeps of every token, [B, S, ...].
         signals: for each stream the signals of every token, [B, S] or [B, S, L]; only of passes that were asked for them.
     """
 
@@ -38,9 +39,10 @@ class StreamCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, State] = {}
+        self.rows: dict[str, State] = {}
+        self.memory: dict[str, State] = {}
         self.base: dict[str, State] = {}
         self.history: dict[str, State] = {}
-        self.rows: dict[str, State] = {}
         self.signals: dict[str, State] = {}
         self.record_past = False
         self.seen = 0
@@ -59,12 +61,17 @@ class StreamCacheLayer(CacheLayerMixin):
         for name, result in results.items():
             _append(self.rows, name, result.rows)
             _append(self.signals, name, dict(result.signals))
+            if result.memory:
+                self.memory[name] = dict(result.memory)
         self.seen += num_tokens
         self.is_initialized = True
 
     def previous(self, name: str) -> State:
-        """Return what the stream ``name`` finds when a pass opens: its state, and what it kept of every token."""
-        return {**self.states.get(name, {}), **self.rows.get(name, {})}
+        """Return what a stream left behind, as its next pass is opened with."""
+        state = self.states.get(name, {})
+        if name not in self.rows and name not in self.memory:  # as for most streams, at every token of decoding
+            return state
+        return {**state, **self.rows.get(name, {}), **self.memory.get(name, {})}
 
     def activate_past_recording(self) -> None:
         """Keep the state after every token from now on, until ``crop``."""
@@ -116,7 +123,8 @@ class StreamCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.base, self.history, self.rows, self.signals, self.seen = {}, {}, {}, {}, {}, 0
+        self.states, self.rows, self.memory, self.signals = {}, {}, {}, {}
+        self.base, self.history, self.seen = {}, {}, 0
 
     def offload(self) -> None:
         """Keep the state where it is: it is small and read first in every pass."""
@@ -147,7 +155,7 @@ class StreamCacheLayer(CacheLayerMixin):
         raise KeelError("the streams' cache layer holds no keys or values; the host wrote past its own layers")
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for group in (self.states, self.base, self.history, self.rows, self.signals):
+        for group in (self.states, self.rows, self.memory, self.signals, self.base, self.history):
             for name, state in group.items():
                 group[name] = {key: change(value) for key, value in state.items()}
 

@@ -40,6 +40,11 @@ app = typer.Typer(
     epilog="Start with [bold]keel doctor[/bold] and [bold]keel run demo[/bold]. Every command has an example: "
     "[bold]keel COMMAND --help[/bold].",
 )
+trees_app = typer.Typer(
+    help="Parse trees for the tree stream: train a parser, parse a corpus into a cache.",
+    epilog="Example:  keel trees train treebank.mrg --out parser.safetensors",
+)
+app.add_typer(trees_app, name="trees")
 out = Console(highlight=False, soft_wrap=True)
 
 
@@ -338,6 +343,79 @@ def probe(
             table = probing.probe_geometry(checkpoints[0], corpus, out_dir, length=length[-1], **common)
     out.print(table)
     out.print(escape(str(out_dir)))
+
+
+class Scope(StrEnum):
+    """What a tree may have read at a token."""
+
+    sentence = "sentence"
+    prefix = "prefix"
+
+
+@trees_app.command(name="train")
+def train_parser(
+    file: Annotated[
+        Path, typer.Argument(help="Bracketed trees as the Penn Treebank has them, .gz or plain.", metavar="FILE")
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="New file for the parser.")] = Path("parser.safetensors"),
+    held_out: Annotated[int, typer.Option(min=1, help="Trees at the end that it is scored on, and never sees.")] = 300,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the trees.", show_default="14")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+) -> None:
+    """Train a parser on bracketed trees, and score it on the last of them by evalb's rules.
+
+    Example:  keel trees train treebank.mrg --out parser.safetensors
+    """
+    from keel import parsing
+    from keel.trees.parser_training import TrainingConfig
+
+    training = TrainingConfig(seed=seed) if epochs is None else TrainingConfig(epochs=epochs, seed=seed)
+    with Console(stderr=True).status("reading the trees") as status:
+        scores = parsing.train(
+            file, out_file, held_out=held_out, training=training,
+            progress=lambda epoch, loss: status.update(f"epoch {epoch} of {training.epochs}, loss {loss:.3f}"),
+        )  # fmt: skip
+    table = _table("measure", "value")
+    for name, value in scores.items():
+        table.add_row(name, f"{value:.2f}")
+    out.print(table)
+    out.print(escape(str(out_file)))
+
+
+@trees_app.command(name="build")
+def build_trees(
+    corpus: Annotated[
+        Path, typer.Argument(help="Text, one sentence or document a line, .gz or plain.", metavar="FILE")
+    ],
+    source: Annotated[str, typer.Option(help="bracketed:FILE, treesitter:LANGUAGE or keel:PARSER.")],
+    tokenizer: Annotated[str, typer.Option(help="Checkpoint or folder with the model's fast tokenizer.")],
+    out_file: Annotated[Path, typer.Option("--out", help="Cache; one that is there is added to.")] = Path(
+        "trees.sqlite"
+    ),
+    scope: Annotated[
+        Scope, typer.Option(help="sentence: the paper's; prefix: strictly causal, a parse for every token.")
+    ] = Scope.sentence,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longer rows are cut off there.", show_default="no limit")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that parse.")] = 1,
+) -> None:
+    """Parse a corpus into a cache of trees. Stopped and started again, it goes on where it was.
+
+    Example:  keel trees build text.txt --source keel:parser.safetensors --tokenizer Qwen/Qwen2.5-0.5B --workers 2
+    """
+    from keel import parsing
+
+    options: dict[str, Any] = {"scope": scope.value, "max_tokens": max_tokens, "workers": workers}
+    with Console(stderr=True).status("starting") as status:
+        counts = parsing.build_cache(
+            corpus, out_file, source=source, tokenizer=tokenizer, **options,
+            progress=lambda now: status.update(f"{now.parsed:,} parsed, {now.known:,} there, {now.without:,} without"),
+        )  # fmt: skip
+    out.print(f"{counts.parsed:,} parsed, {counts.known:,} there already, {counts.without:,} without a tree")
+    if counts.without:
+        out.print(escape(f"the first without: {counts.reason}"))
+    out.print(escape(str(out_file)))
 
 
 @app.command()

@@ -2,12 +2,14 @@
 
 A *site* is a named place in the host. Those between the first and the last two exist once a layer:
 
-    embeddings, attention_norm_input, attention_qk, attention_output, mlp_norm_input, final_norm_input, final_hidden
+    embeddings, attention_norm_input, attention_input, attention_qk, attention_output, mlp_norm_input, final_norm_input,
+    final_hidden
 
 ``attention_norm_input`` is what the block's own norm before attention reads, so a stream that adds to it (S-Former Eq. 6) leaves
 the residual stream alone. A post-norm host (OLMo2) has no such norm: there the attention and the feed-forward read the raw
-residual, and their own inputs are the site. ``attention_qk`` is what queries and keys are projected from: a stream changes it for
-those two and not for the values (Eq. 4), also where one projection makes all three.
+residual, and their own inputs are the site. ``attention_input`` is what the attention is given, in any host. ``attention_qk`` is
+what queries and keys are projected from: a stream changes it for those two and not for the values (Eq. 4), also where one
+projection makes all three.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel
 
 from keel.errors import KeelError, suggest
 
-LAYER_SITES = ("attention_norm_input", "attention_qk", "attention_output", "mlp_norm_input")
+LAYER_SITES = ("attention_norm_input", "attention_input", "attention_qk", "attention_output", "mlp_norm_input")
 SITES = ("embeddings", *LAYER_SITES, "final_norm_input", "final_hidden")
 
 
@@ -68,10 +70,13 @@ FAMILIES: dict[str, HostFamily] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HostShape:
-    """The sizes of a host that a stream is built for."""
+    """The sizes of a host that a stream is built for; ``head_size`` is ``hidden_size / num_heads`` unless it is given."""
 
     hidden_size: int
     num_layers: int
+    num_heads: int = 1
+    num_key_value_heads: int = 1
+    head_size: int | None = None
 
 
 def host_family(host: nn.Module) -> HostFamily:
@@ -106,7 +111,14 @@ def host_family(host: nn.Module) -> HostFamily:
 
 def host_shape(host: PreTrainedModel) -> HostShape:
     """Return the sizes of ``host`` that streams need."""
-    return HostShape(hidden_size=host.config.hidden_size, num_layers=host.config.num_hidden_layers)
+    config = host.config
+    return HostShape(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
 
 
 class FusedProjection(NamedTuple):
@@ -139,8 +151,8 @@ def site_modules(host: PreTrainedModel, family: HostFamily, site: str, layer: in
         raise KeelError(f"unknown site {site!r}; {suggest(site, SITES)}")
     block = getattr(host.base_model, family.layers)[layer]
     attention = getattr(block, family.attention)
-    if site == "attention_output":
-        return [SiteModule(attention, is_input=False)]
+    if site in ("attention_input", "attention_output"):
+        return [SiteModule(attention, is_input=site == "attention_input")]
     if site == "attention_norm_input":
         return [SiteModule(getattr(block, family.attention_input))]
     if site == "mlp_norm_input":

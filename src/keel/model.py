@@ -215,6 +215,8 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         document_starts: Tensor | None = None,
+        trees: Mapping[str, Tensor] | None = None,
+        update_mask: Tensor | None = None,
         collect_signals: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         num_tokens_in_batch: Tensor | int | None = None,
@@ -226,6 +228,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep: as in
                 any causal model of transformers; the mask is [B, T] or, with a cache, [B, past + T].
             document_starts: [B, T] bool, True where a packed document begins: recurrent states restart there.
+            trees: parse trees of the rows from their beginning, past included, as ``keel.trees.collate`` lays them out.
+            update_mask: [B, past + T] bool from the beginning of the row, False at tokens that a tree stream may read and not
+                write to; what lies beyond it is written to.
             collect_signals: also return per-token signals.
             num_items_in_batch: number of label tokens in the whole accumulated batch, which the cross-entropy is divided by.
             num_tokens_in_batch: likewise of attended tokens, for the auxiliary losses.
@@ -246,8 +251,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         # With positions of the caller's own the mask stays: without one, hosts read restarting positions as packed documents.
         if position_ids is None:
             attention_mask = _unless_all_attended(attention_mask)
+        given = {"document_starts_BT": document_starts, "trees": trees, "collect_signals": collect_signals}
         output, results, num_tokens = self._pass(
-            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, collect_signals
+            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, update_mask, given
         )
         in_batch = num_items_in_batch if num_tokens_in_batch is None else num_tokens_in_batch
         total = num_tokens if in_batch is None else in_batch
@@ -277,12 +283,15 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool = False,
         inputs_embeds: Tensor | None = None,
         document_starts: Tensor | None = None,
+        trees: Mapping[str, Tensor] | None = None,
+        update_mask: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
         """Return the hidden states that the head would read, [B, T, D], with the streams at work and without the head."""
         call = functools.partial(self.host.base_model, return_dict=True)
         attention_mask = _unless_all_attended(attention_mask)
+        given = {"document_starts_BT": document_starts, "trees": trees}
         output, _, _ = self._pass(
-            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, document_starts, False
+            call, input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, update_mask, given
         )
         return output
 
@@ -298,10 +307,13 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None,
         cache: Cache | None,
         use_cache: bool | None,
-        document_starts: Tensor | None,
-        collect_signals: bool,
+        update_mask: Tensor | None,
+        given: Mapping[str, Any],
     ) -> tuple[Any, dict[str, PassResult], Tensor | int]:
-        """Open every stream, run the host while the wires carry their flows, close them, keep their states."""
+        """Open every stream, run the host while the wires carry their flows, close them, keep their states.
+
+        ``given`` is what of ``PassInputs`` comes from the caller as it is.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise KeelError("give exactly one of input_ids and inputs_embeds")
         embeddings_BTD: Tensor = (
@@ -327,14 +339,15 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             cache = new_cache(self.host.config) if cache is None else cache
             layer = stream_layer(cache, self.host.config)
         length = embeddings_BTD.shape[1]
+        num_past = 0 if layer is None else layer.seen
         inputs = PassInputs(
             embeddings_BTD=embeddings_BTD,
             attended_BT=_attended(attention_mask, length) if active else None,
-            document_starts_BT=document_starts,
             input_ids_BT=input_ids,
-            num_past=0 if layer is None else layer.seen,
+            num_past=num_past,
+            updated_BT=None if update_mask is None else _updated(update_mask, num_past, length),
             keep_history=layer is not None and layer.record_past,
-            collect_signals=collect_signals,
+            **given,
         )
         flows: dict[str, Flow] = {
             name: stream.open(inputs, {} if layer is None else layer.previous(name)) for name, stream in active.items()
@@ -420,6 +433,23 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             if generation_config.is_assistant:
                 layer.activate_past_recording()
         return prepared
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        """As in transformers, which repeats tensors for beams, and overlooks those of the trees."""
+        if kwargs.get("trees") is not None and expand_size > 1:
+            kwargs["trees"] = {
+                name: tensor.repeat_interleave(expand_size, 0) for name, tensor in kwargs["trees"].items()
+            }
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """With a cache the trees of the prompt have been read once the first token is chosen: their memory is kept there."""
+        updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if outputs.past_key_values is not None:
+            updated.pop("trees", None)
+        return updated
 
     # -- saving and loading ---------------------------------------------------------------------------------------------
 
@@ -637,6 +667,16 @@ def _attended(attention_mask: Tensor | None, length: int) -> Tensor | None:
             "makes its own causal one"
         )
     return attention_mask[:, -length:].bool()
+
+
+def _updated(update_mask: Tensor, num_past: int, length: int) -> Tensor:
+    """Return the [B, T] bool part for this pass of a mask from the beginning of the row; what lies beyond it is True."""
+    if update_mask.dim() != 2:
+        raise KeelError(
+            f"update_mask has shape {list(update_mask.shape)}; expected [batch, tokens], as the attention mask"
+        )
+    here_BT = update_mask[:, num_past : num_past + length].bool()
+    return torch.nn.functional.pad(here_BT, (0, length - here_BT.shape[1]), value=True)
 
 
 def _named_signals(results: Mapping[str, PassResult]) -> dict[str, Tensor]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,10 @@ from transformers import (
 
 import keel
 from keel.streams.base import Stream
+from keel.trees import collate, prefix_chunks
+from keel.trees.align import Nodes
+from keel.trees.chunks import Chunks
+from keel.trees.lookup import LOOKUPS, open_lookup
 
 VOCABULARY = 96
 WINDOW = 8
@@ -69,7 +75,8 @@ class StreamCase:
 
     ``everywhere``: the costly behaviours run with it on every host, not on the first alone; for one or two a mechanism.
     ``identity``: attaching it changes nothing. ``losses``: the names of its auxiliary losses. ``reads_host``: it reads the host's
-    hidden states and not the embeddings alone.
+    hidden states and not the embeddings alone. ``recurrent``: it has a state that a packed document resets. ``inputs``: what a
+    compiled forward needs beside the ids, where the stream would look it up otherwise.
     """
 
     make: Callable[[], Stream]
@@ -77,10 +84,43 @@ class StreamCase:
     identity: bool = True
     losses: tuple[str, ...] = ()
     reads_host: bool = False
+    recurrent: bool = True
+    inputs: Callable[[Tensor], dict[str, Any]] = lambda ids: {}
 
 
 def _structural(**fields: Any) -> Callable[[], Stream]:
     return lambda: keel.StructuralStream(**fields)
+
+
+@functools.cache
+def _toy_chunks(ids: tuple[int, ...]) -> Chunks:
+    """A parser that changes its mind at every token, and about everything, by all tokens that it has read and no other."""
+
+    def grow(rng: random.Random, left: int, right: int, depth: int) -> list[tuple[int, int, int]]:
+        nodes = [(left, right, depth)]
+        if left < right:
+            cut = rng.randrange(left, right)
+            nodes += grow(rng, left, cut, depth + 1) + grow(rng, cut + 1, right, depth + 1)
+        return nodes
+
+    def nodes_at(t: int) -> list[Nodes]:
+        return [Nodes(*np.array(grow(random.Random(str(ids[: t + 1])), 0, t, 0)).T)]
+
+    return prefix_chunks(len(ids), nodes_at)
+
+
+LOOKUPS["toy"] = lambda rest, scope: lambda ids: _toy_chunks(tuple(ids))
+
+
+def _tree(lookup: str, **fields: Any) -> StreamCase:
+    def found(ids: Tensor) -> dict[str, Any]:
+        return {
+            "trees": collate([open_lookup(lookup, "prefix")(row) for row in ids.tolist()], _COMMON["num_hidden_layers"])
+        }
+
+    # Lambda is large: what chunks add is a mean over a few tokens, small beside what random attention gives.
+    make = lambda: keel.TreeStream(tree_scope="prefix", lookup=lookup, coefficient=2.0, **fields)  # noqa: E731
+    return StreamCase(make, everywhere=not fields, recurrent=False, inputs=found)
 
 
 _CONFIDENCE = ("structural.confidence",)
@@ -118,6 +158,8 @@ STREAM_CASES: dict[str, StreamCase] = {
         ),
         reads_host=True,
     ),
+    "tree_prefix": _tree("toy:"),
+    "tree_fixed_width": _tree("fixed:2", gate="none", warmup_steps=4),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),
 }
 
@@ -195,6 +237,7 @@ def _named(cases: Sequence[Case]) -> pytest.MarkDecorator:
 
 
 every_case = _named(ALL_CASES)
+recurrent_cases = _named([case for case in ALL_CASES if case.stream.recurrent])
 spread_cases = _named(SPREAD_CASES)
 stream_cases = _named([case for case in ALL_CASES if case.host_name == FIRST_HOST])
 host_cases = _named([case for case in ALL_CASES if case.stream_name == FIRST_STREAM])

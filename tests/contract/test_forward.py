@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import WINDOW, Case, close, every_case, host_cases, pad, perturb, stream_cases, tokens
+from cases import WINDOW, Case, close, every_case, host_cases, pad, perturb, recurrent_cases, stream_cases, tokens
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import keel
@@ -114,7 +114,7 @@ def test_permuting_the_batch_permutes_the_output(case: Case) -> None:
     assert not torch.allclose(permuted[attended], straight[attended], atol=1e-2)
 
 
-@every_case
+@recurrent_cases
 def test_document_starts_give_separate_documents_stream_states(case: Case) -> None:
     first, second, model = tokens(2, 5), tokens(2, 6, seed=4), case.model()
     packed = torch.cat([first, second], 1)

@@ -100,10 +100,10 @@ def test_compiled_forward_equals_eager(case: Case) -> None:
     torch.compiler.reset()
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        close(compiled(ids, use_cache=False).logits, expected)
+        compiled, given = torch.compile(model, backend="eager", fullgraph=True), case.stream.inputs(ids)
+        close(compiled(ids, use_cache=False, **given).logits, expected)
         perturb(model, seed=8)
-        changed = compiled(ids, use_cache=False).logits
+        changed = compiled(ids, use_cache=False, **given).logits
         assert not torch.allclose(changed, expected, atol=1e-2)
         close(changed, model(ids, use_cache=False).logits)
 
@@ -115,7 +115,8 @@ def test_gradients_through_a_compiled_model_equal_eager(stream_name: str) -> Non
     model(ids, labels=ids).loss.backward()
     expected = _gradients(model)
     model.zero_grad()
-    torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids).loss.backward()
+    given = STREAM_CASES[stream_name].inputs(ids)
+    torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids, **given).loss.backward()
     for name, gradient in _gradients(model).items():
         close(gradient, expected.pop(name))
     assert not expected

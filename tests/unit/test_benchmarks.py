@@ -47,3 +47,11 @@ def test_a_benchmark_compares_every_arm_with_the_host(
     for line in entry["comparisons"]:
         assert all(ratio["min"] <= ratio["median"] <= ratio["max"] for ratio in line["ratios"].values())
         assert all(ratio["median"] > 0 for ratio in line["ratios"].values())
+
+
+def test_the_memory_of_trees_is_compared_with_the_loop_over_nodes() -> None:
+    sizes = ["--batch", "2", "--length", "30", "--width", "8", "--layers", "3", "--rounds", "1", "--threads", "1"]
+    command = [sys.executable, str(BENCHMARKS / "tree_memory.py"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert "prefix sums (keel)" in done.stdout and "loop over nodes (twin)" in done.stdout

@@ -70,6 +70,22 @@ def test_crop_back_to_the_beginning_leaves_no_state() -> None:
     assert layer.states["a"] == {} and layer.seen == 0
 
 
+def test_rows_are_put_behind_each_other_and_cut_and_memory_stays() -> None:
+    layer = StreamCacheLayer()
+    layer.activate_past_recording()
+    for size in (4, 1, 3):
+        memory = {"m": _after(1)} if size == 4 else {}
+        layer.store({"a": PassResult(rows={"r": _states(layer.seen, size)}, memory=memory)}, size)
+    layer.crop(-2)
+    assert torch.equal(layer.previous("a")["r"], _states(0, 6)) and torch.equal(layer.previous("a")["m"], _after(1))
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    layer.batch_repeat_interleave(2)
+    assert layer.previous("a")["r"][:, 5, 0].tolist() == [205.0, 205.0, 205.0, 205.0, 5.0, 5.0]
+    assert layer.previous("a")["m"].shape[0] == 6 and layer.previous("b") == {}
+    layer.reset()
+    assert layer.previous("a") == {}
+
+
 def test_crop_of_nothing_trims_the_history() -> None:
     layer = _recording(4, [6])
     assert layer.history["a"]["g"].shape == (BATCH, 6, WIDTH)

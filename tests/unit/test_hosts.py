@@ -182,5 +182,5 @@ def test_every_site_has_its_module(name: str) -> None:
 
 def test_an_unknown_site_names_the_nearest() -> None:
     host = _host()
-    with pytest.raises(KeelError, match="unknown site 'attention_input'; did you mean 'attention_norm_input'"):
-        site_modules(host, host_family(host), "attention_input", 0)
+    with pytest.raises(KeelError, match="unknown site 'attention_inputs'; did you mean 'attention_input'"):
+        site_modules(host, host_family(host), "attention_inputs", 0)

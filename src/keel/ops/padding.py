@@ -22,7 +22,7 @@ Recurrence = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tens
 def pack_left(inputs_BTx: Tensor, mask_BT: Tensor) -> Tensor:
     """Move the tokens where ``mask_BT`` (bool) is True to the left of their row; both kinds keep their order."""
     order_BT = torch.argsort(mask_BT.logical_not().to(torch.uint8), dim=1, stable=True)
-    return _take_columns(inputs_BTx, order_BT)
+    return take_columns(inputs_BTx, order_BT)
 
 
 def unpack(packed_BTx: Tensor, mask_BT: Tensor, initial_Bx: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ def unpack(packed_BTx: Tensor, mask_BT: Tensor, initial_Bx: Tensor) -> Tensor:
         initial_Bx: what stands at the columns before the first attended token.
     """
     count_BT = mask_BT.long().cumsum(1)
-    return _take_columns(torch.cat([initial_Bx.unsqueeze(1), packed_BTx], dim=1), count_BT)
+    return take_columns(torch.cat([initial_Bx.unsqueeze(1), packed_BTx], dim=1), count_BT)
 
 
-def _take_columns(tensor_BTx: Tensor, columns_BN: Tensor) -> Tensor:
+def take_columns(tensor_BTx: Tensor, columns_BN: Tensor) -> Tensor:
     """Return ``tensor_BTx[b, columns_BN[b, n]]`` as rows of one flat table, whose gradient is a sum over rows."""
     batch, length = tensor_BTx.shape[:2]
     offsets_B1 = torch.arange(batch, device=tensor_BTx.device).unsqueeze(1) * length

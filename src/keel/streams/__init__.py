@@ -11,9 +11,11 @@ from keel.streams.dynamic_state import DynamicStateConfig, DynamicStateStream
 from keel.streams.learned_positions import LearnedPositionsConfig, LearnedPositionsStream
 from keel.streams.margin import MarginConfig, MarginPrior
 from keel.streams.structural import StructuralConfig, StructuralStream
+from keel.streams.tree import TreeConfig, TreeStream
 
 STREAMS: dict[str, type[Stream]] = {
-    stream.type_name: stream for stream in (StructuralStream, MarginPrior, DynamicStateStream, LearnedPositionsStream)
+    stream.type_name: stream
+    for stream in (StructuralStream, TreeStream, MarginPrior, DynamicStateStream, LearnedPositionsStream)
 }
 
 
@@ -45,5 +47,7 @@ __all__ = [
     "StreamLoss",
     "StructuralConfig",
     "StructuralStream",
+    "TreeConfig",
+    "TreeStream",
     "stream_from_config",
 ]

@@ -32,7 +32,9 @@ class PassInputs:
         attended_BT: bool, False where a token is padding; None where nothing is padded.
         document_starts_BT: bool, True where a packed document begins (a recurrent state restarts there); None for none.
         input_ids_BT: token ids, None when the caller gave embeddings only.
-        num_past: tokens of the cache before this pass.
+        num_past: columns of the row before this pass, padding among them.
+        trees: parse trees of the whole row, past included, as ``keel.trees.collate`` lays them out; None for none.
+        updated_BT: bool, False at tokens that a stream may read and not write to; None where all are written to.
         keep_history: also return the state after every token, for an exact rollback.
         collect_signals: also return per-token signals.
     """
@@ -42,6 +44,8 @@ class PassInputs:
     document_starts_BT: Tensor | None = None
     input_ids_BT: Tensor | None = None
     num_past: int = 0
+    trees: Mapping[str, Tensor] | None = None
+    updated_BT: Tensor | None = None
     keep_history: bool = False
     collect_signals: bool = False
 
@@ -74,8 +78,10 @@ class PassResult:
     Attributes:
         state: recurrent state after the last token, each [B, ...].
         history: for every entry of ``state`` its value after each token, [B, T, ...]; empty unless asked for.
-        rows: what each token of the pass leaves for later ones, [B, T, ...]; the next ``open`` finds it in its ``state``, joined along
-            T for all tokens so far.
+        rows: what is kept for each token of this pass, [B, T, ...]. Like keys and values they are put behind those of earlier
+            passes, and cut at a rollback. State, rows and memory
+            together are what the next pass is opened with.
+        memory: what stays as it is, [B, ...], until a pass leaves another one; a rollback does not touch it.
         losses: named auxiliary losses.
         signals: named [B, T] or [B, T, L] tensors; empty unless asked for.
     """
@@ -83,6 +89,7 @@ class PassResult:
     state: State = field(default_factory=dict)
     history: State = field(default_factory=dict)
     rows: State = field(default_factory=dict)
+    memory: State = field(default_factory=dict)
     losses: Mapping[str, StreamLoss] = field(default_factory=dict)
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -1,0 +1,127 @@
+"""Time of the tree stream's chunk memory, forward and backward: prefix sums over the batch against a loop over nodes.
+
+    python benchmarks/tree_memory.py [--threads 2] [--rounds 5] [--slow-rounds 1] [--batch 16] [--length 512] [--width 256] [--layers 12]
+
+Both do GTCA's Eqs. 1 and 2, the mean of the embeddings under every chunk, its projection by height and its norm, on the same
+random binary trees of 25 tokens, at most 64 chunks a height and tree; their gradients are compared in a round that does not count.
+The loop is the twin that specifies the fast path, one node after the other, and takes long: it is timed ``--slow-rounds`` times.
+Times are medians of wall-clock, and of processor time (summed over threads), in milliseconds; the ratio is of wall-clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from keel.hosts import HostShape
+from keel.streams.tree import TreeStream, reference_chunk
+from keel.trees import Span, Tree, collate, sentence_chunks, token_spans
+
+Work = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of building chunk memory against a loop over nodes.")
+    sizes = (
+        ("threads", 2),
+        ("rounds", 5),
+        ("slow-rounds", 1),
+        ("batch", 16),
+        ("length", 512),
+        ("width", 256),
+        ("layers", 12),
+    )
+    for name, default in sizes:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    shape = [options.batch, options.length, options.width]
+    trees = make_trees(options.batch, options.length, options.layers)
+    stream = TreeStream()
+    stream.build(HostShape(hidden_size=options.width, num_layers=options.layers, num_heads=4))
+    stream.init_weights()
+    embeddings, real = torch.randn(shape, requires_grad=True), is_chunk(trees)
+    print(f"cpu, {platform.machine()}, {options.threads} threads, torch {torch.__version__}")
+    print(f"[B, T, D] = {shape}, {options.layers} heights, {int(real.sum())} chunks in {real.numel()} places")
+    weigh = torch.randn(*real.shape, options.width) * real.unsqueeze(-1)
+
+    def fast() -> list[Tensor]:
+        memory = stream.chunk_memory(embeddings, trees["left"], trees["right"])
+        return gradients(memory[real], weigh[real], stream, embeddings)
+
+    def slow() -> list[Tensor]:
+        return gradients(looped(stream, embeddings, trees, real), weigh[real], stream, embeddings)
+
+    found, expected = fast(), slow()  # the round that does not count
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), "the fast path differs from its twin"
+    times = {
+        "prefix sums (keel)": timed(fast, options.rounds),
+        "loop over nodes (twin)": timed(slow, options.slow_rounds),
+    }
+    base = times["prefix sums (keel)"][0]
+    print(f"{'':26}{'wall ms':>12}{'cpu ms':>12}{'ratio':>10}")
+    for name, (wall, processor) in times.items():
+        print(f"{name:26}{wall:12.1f}{processor:12.1f}{wall / base:10.1f}")
+
+
+def timed(work: Work, rounds: int) -> tuple[float, float]:
+    """Return the medians of wall-clock and processor time in milliseconds."""
+    wall, processor = [], []
+    for _ in range(rounds):
+        wall_begin, processor_begin = time.perf_counter(), time.process_time()
+        work()
+        wall.append(1e3 * (time.perf_counter() - wall_begin))
+        processor.append(1e3 * (time.process_time() - processor_begin))
+    return median(wall), median(processor)
+
+
+def make_trees(batch: int, length: int, layers: int) -> dict[str, Tensor]:
+    """Return the chunks of random binary trees, each over up to 25 tokens of one letter."""
+    rng, rows = random.Random(0), []
+    spans = token_spans("x" * length, [(t, t + 1) for t in range(length)])
+    for _ in range(batch):
+        starts = list(range(0, length, 25))
+        trees = [Tree(tuple(grow(rng, start, min(start + 25, length), 0))) for start in starts]
+        rows.append(sentence_chunks(trees, spans))
+    return collate(rows, layers)
+
+
+def grow(rng: random.Random, start: int, end: int, depth: int) -> list[Span]:
+    spans = [Span(start, end, depth, "X")]
+    if end - start > 1:
+        cut = rng.randrange(start + 1, end)
+        spans += grow(rng, start, cut, depth + 1) + grow(rng, cut, end, depth + 1)
+    return spans
+
+
+def is_chunk(trees: dict[str, Tensor]) -> Tensor:
+    """Return [B, H, M] bool: where there is a chunk, not what only fills the batch."""
+    real = torch.zeros(trees["left"].shape, dtype=torch.bool)
+    for b, (chunks, first, last) in enumerate(zip(trees["chunk"], trees["first"], trees["last"], strict=True)):
+        real[b].view(-1)[chunks[first <= last]] = True
+    return real
+
+
+def looped(stream: TreeStream, embeddings: Tensor, trees: dict[str, Tensor], real: Tensor) -> Tensor:
+    """Return the chunks one after the other, [N, D]: the twin, not charged for the places that only fill the batch."""
+    rows = embeddings.unbind()
+    spans = zip(real.nonzero().tolist(), trees["left"][real].tolist(), trees["right"][real].tolist(), strict=True)
+    return torch.stack([reference_chunk(stream, rows[b], left, right, height) for (b, height, _), left, right in spans])
+
+
+def gradients(memory: Tensor, weigh: Tensor, stream: TreeStream, embeddings: Tensor) -> list[Tensor]:
+    inputs = [embeddings, stream.weight_height, stream.norm.weight, stream.norm.bias]
+    return list(torch.autograd.grad((memory * weigh).sum(), inputs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""The tree stream of GTCA: tokens read the constituents of a parse by gated cross-attention beside the host's attention.
+
+    c_j = LN(W_height mean(x_left … x_right))             Eqs. 1 and 2, x the token embeddings
+    layer l reads the chunks of height min(l, D)          Eq. 3 and section 3.2, D the tree's own greatest height
+    O = softmax(Q K^T / sqrt(d)) V                        Eqs. 4 and 5: Q from what the block's attention reads, K and V from c
+    Delta = W_o [sigmoid(W_g h) * O]                      Eqs. 6 and 7, one gate a head
+    attention output += lambda * mask_t * Delta_t         Eq. 8; at a token that sees no chunk, Delta is zero
+
+Which token sees which chunk is in the chunks (``keel.trees``): from their last token on, or under strict causality from the
+next. ``reference_memory`` and ``reference_read`` are the specification: loops over nodes and over tokens.
+
+Shapes: B batch, T tokens of this pass, S tokens so far, D hidden size, H heights, M chunks of a height, L layers of the host,
+R layers that read, P chunks that a layer reads, Q query heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from keel.errors import KeelError, ShapeError, suggest
+from keel.hosts import HostShape
+from keel.ops.padding import take_columns
+from keel.streams.base import Flow, PassInputs, PassResult, State, Stream
+from keel.trees.chunks import collate, joined
+from keel.trees.lookup import Lookup, open_lookup
+
+_CHOICES = {"tree_scope": ("sentence", "prefix"), "gate": ("head", "none"), "init": ("identity", "paper")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """Configuration of a tree stream.
+
+    Attributes:
+        tree_scope: ``sentence`` is the paper's, whose trees have read the words to come; ``prefix`` is strictly causal. The trees
+            are made accordingly (``keel.trees.sentence_chunks``, ``prefix_chunks``), and those of the other scope are refused.
+        lookup: name of what finds trees by token ids where a pass is given none (``keel.trees.lookup``); None for nothing.
+        coefficient: lambda, >= 0; 0 is the bare host, bit for bit. The paper has 0.15.
+        start_step, warmup_steps: lambda is 0 before the first and rises linearly from there over the second (section 3.4).
+        gate: ``head`` is Eq. 6, ``none`` the ablation of Table 4.
+        layers: layers that read chunks; None for all.
+        init: ``identity`` starts the output projection at zero, so attaching changes nothing; ``paper`` does not.
+    """
+
+    tree_scope: Literal["sentence", "prefix"] = "sentence"
+    lookup: str | None = None
+    coefficient: float = 0.15
+    start_step: int = 0
+    warmup_steps: int = 0
+    gate: Literal["head", "none"] = "head"
+    layers: tuple[int, ...] | None = None
+    init: Literal["identity", "paper"] = "identity"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise KeelError(
+                    f"tree stream: {name}={getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}"
+                )
+        if min(self.coefficient, self.start_step, self.warmup_steps) < 0:
+            raise KeelError("tree stream: coefficient, start_step and warmup_steps are >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkMemory:
+    """What the layers read in one pass: keys and values [B, R, P, G, K], and who sees them, ``first`` and ``last`` [B, R, P]."""
+
+    keys_BRPGK: Tensor
+    values_BRPGK: Tensor
+    first_BRP: Tensor
+    last_BRP: Tensor
+
+
+class TreeFlow(Flow):
+    """Working memory of one pass; nothing is read where ``memory`` is None."""
+
+    memory: ChunkMemory | None = None
+    index_BT: Tensor
+    document_BT: Tensor | None = None
+
+    def __init__(self, inputs: PassInputs) -> None:
+        self.inputs = inputs
+        self.rows: State = {}
+        self.hidden: dict[int, Tensor] = {}
+        self.gates: dict[int, Tensor] = {}
+
+    def replay(self) -> TreeFlow:
+        """See ``Flow.replay``."""
+        again = copy.copy(self)
+        again.hidden, again.gates = {}, {}
+        return again
+
+
+class TreeStream(Stream):
+    """GTCA's gated tree cross-attention (section 3).
+
+    Trees come with the pass (``model(ids, trees=keel.trees.collate(...))``) or are found by the token ids so far (``lookup``); a row
+    that never had any is the bare host's. Where a pass has none, as in generation after the prompt, it reads the chunk memory in
+    the cache. Heads are grouped as the host's.
+
+    State while decoding: per token ``embeddings``, ``marks`` and, with a lookup, ``ids``; the chunk memory of the latest trees.
+    Signals: ``gate`` [B, T, R], the mean over heads. Reference twins: ``reference_memory``, ``reference_read``.
+    """
+
+    type_name = "tree"
+    config_class = TreeConfig
+    config: TreeConfig
+    _lookup: Lookup | None = None
+
+    def build(self, shape: HostShape) -> None:
+        """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist."""
+        layers = tuple(range(shape.num_layers)) if self.config.layers is None else self.config.layers
+        absent = [layer for layer in layers if not 0 <= layer < shape.num_layers]
+        if absent or not layers:
+            raise KeelError(f"tree stream: layers={layers}, but the host has layers 0 to {shape.num_layers - 1}")
+        self.layer_index = {layer: index for index, layer in enumerate(layers)}
+        self.num_layers, self.num_heights = shape.num_layers, max(layers) + 1
+        self.heads, self.groups, width = shape.num_heads, shape.num_key_value_heads, shape.hidden_size
+        self.head_size = shape.head_size or width // shape.num_heads
+        reading, queries, keys = len(layers), self.heads * self.head_size, self.groups * self.head_size
+        self.weight_height = nn.Parameter(torch.empty(self.num_heights, width, width))
+        self.norm = nn.LayerNorm(width)
+        self.weight_query = nn.Parameter(torch.empty(reading, queries, width))
+        self.weight_key = nn.Parameter(torch.empty(reading, keys, width))
+        self.weight_value = nn.Parameter(torch.empty(reading, keys, width))
+        self.weight_output = nn.Parameter(torch.empty(reading, width, queries))
+        if self.config.gate == "head":
+            self.weight_gate = nn.Parameter(torch.empty(reading, self.heads, width))
+
+    def init_weights(self) -> None:
+        """See ``Stream.init_weights``: uniform as PyTorch's linear maps; with ``init="identity"`` the output projection is zero."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name == "weight_output" and self.config.init == "identity":
+                init.zeros_(parameter)
+            else:
+                init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
+        init.ones_(self.norm.weight)
+        init.zeros_(self.norm.bias)
+        init.zeros_(self.step)
+
+    def write_sites(self) -> list[tuple[str, int]]:
+        """See ``Stream.write_sites``. At ``attention_input`` it only reads."""
+        return [(site, layer) for layer in self.layer_index for site in ("attention_input", "attention_output")]
+
+    def coefficient(self) -> Tensor | float:
+        """Return lambda at the current training step."""
+        if not (self.config.start_step or self.config.warmup_steps):
+            return self.config.coefficient
+        since = self.step - self.config.start_step
+        return self.config.coefficient * (since / max(self.config.warmup_steps, 1)).clamp(0.0, 1.0)
+
+    # -- a pass -----------------------------------------------------------------------------------------------------------
+
+    def open(self, inputs: PassInputs, state: State) -> TreeFlow:
+        """Build the chunk memory of the pass (Eqs. 1 to 3), or take up the one in the cache.
+
+        Raises: KeelError for trees of another scope, or for trees after a past that was read without any; ShapeError for trees of
+        another batch or host.
+        """
+        flow = TreeFlow(inputs)
+        has_trees = inputs.trees is not None or self.config.lookup is not None
+        if not (has_trees or "embeddings" in state):
+            return flow
+        if inputs.num_past and "embeddings" not in state:
+            raise KeelError(
+                f"trees were given after {inputs.num_past} tokens that were read without any, and their spans may begin among those; "
+                "give the trees from the first pass on, or start from an empty cache"
+            )
+        flow.rows = self._rows(inputs)
+        rows = {key: torch.cat([state[key], new], 1) if key in state else new for key, new in flow.rows.items()}
+        attended_BS = rows["marks"] > 0
+        length = inputs.embeddings_BTD.shape[1]
+        index_BS = attended_BS.long().cumsum(1) - 1
+        flow.index_BT = index_BS[:, -length:]
+        if inputs.document_starts_BT is not None or inputs.num_past:
+            starts_BS = torch.where(rows["marks"] == 2, index_BS, 0)
+            flow.document_BT = starts_BS.cummax(1).values[:, -length:]
+        trees = self._found(rows) if inputs.trees is None and has_trees else inputs.trees
+        if trees is not None:
+            self._check(trees, inputs)
+            flow.memory = self._memory(trees, rows["embeddings"], attended_BS)
+        elif inputs.num_past and _MEMORY[0] in state:
+            flow.memory = _kept(state, index_BS[:, -length - 1] + 1)
+        return flow
+
+    def _rows(self, inputs: PassInputs) -> State:
+        """Return what is kept of this pass's tokens: the marks are 0 at padding, 2 where a document begins, else 1."""
+        embeddings_BTD = inputs.embeddings_BTD
+        if inputs.attended_BT is None:
+            marks_BT = torch.ones(embeddings_BTD.shape[:2], dtype=torch.int8, device=embeddings_BTD.device)
+        else:
+            marks_BT = inputs.attended_BT.to(torch.int8)
+        if inputs.document_starts_BT is not None:
+            marks_BT = marks_BT * (1 + inputs.document_starts_BT.to(torch.int8))
+        rows = {"embeddings": embeddings_BTD, "marks": marks_BT}
+        if self.config.lookup is not None:
+            if inputs.input_ids_BT is None:
+                raise KeelError("the tree stream finds its trees by token ids, got embeddings alone; give trees=")
+            rows["ids"] = inputs.input_ids_BT
+        return rows
+
+    def _found(self, rows: State) -> dict[str, Tensor] | None:
+        """Look every document of the rows up by its ids; None where none of them is known."""
+        if torch.compiler.is_compiling():
+            raise KeelError("trees cannot be looked up inside a compiled model; give trees=")
+        assert self.config.lookup is not None
+        if self._lookup is None:
+            self._lookup = open_lookup(self.config.lookup, self.config.tree_scope)
+        found = []
+        for ids, marks in zip(rows["ids"].tolist(), rows["marks"].tolist(), strict=True):
+            attended = [(token, mark) for token, mark in zip(ids, marks, strict=True) if mark]
+            begins = [0, *(i for i, (_, mark) in enumerate(attended) if mark == 2 and i), len(attended)]
+            parts = []
+            for begin, end in itertools.pairwise(begins):
+                chunks = self._lookup([token for token, _ in attended[begin:end]])
+                if chunks is not None:
+                    parts.append(chunks.shifted(begin))
+            found.append(joined(parts, self.config.tree_scope))
+        if not any(map(len, found)):
+            return None
+        device = rows["ids"].device
+        return {name: tensor.to(device) for name, tensor in collate(found, self.num_layers).items()}
+
+    def _check(self, trees: Mapping[str, Tensor], inputs: PassInputs) -> None:
+        given = "prefix" if "causal" in trees else "sentence"
+        if given != self.config.tree_scope:
+            raise KeelError(
+                f"the trees were made for tree_scope={given!r}, the stream has {self.config.tree_scope!r}; make them with "
+                f"keel.trees.{self.config.tree_scope}_chunks"
+            )
+        batch = inputs.embeddings_BTD.shape[0]
+        for name, expected in (("left", (batch, self.num_layers)), ("chunk", (batch, self.num_layers))):
+            found = tuple(trees[name].shape)
+            if len(found) != 3 or found[:2] != expected:
+                raise ShapeError(
+                    f"trees[{name!r}] is {list(found)}; expected {[*expected, 'any']}: rows of the batch, layers of the host"
+                )
+
+    def _memory(self, trees: Mapping[str, Tensor], embeddings_BSD: Tensor, attended_BS: Tensor) -> ChunkMemory:
+        """Return keys and values of what every layer reads."""
+        order_BS = torch.argsort(attended_BS.logical_not().to(torch.uint8), dim=1, stable=True)
+        left_BHM, right_BHM = (trees[side][:, : self.num_heights] for side in ("left", "right"))
+        chunks_BND = self.chunk_memory(take_columns(embeddings_BSD, order_BS), left_BHM, right_BHM).flatten(1, 2)
+        layers = list(self.layer_index)
+        chunk_BRP, first_BRP, last_BRP = (trees[name][:, layers] for name in ("chunk", "first", "last"))
+        read_BRPD = take_columns(chunks_BND, chunk_BRP.flatten(1)).unflatten(1, chunk_BRP.shape[1:])
+        keys, values = (
+            torch.einsum("brpd,rkd->brpk", read_BRPD, weight).unflatten(-1, (self.groups, self.head_size))
+            for weight in (self.weight_key, self.weight_value)
+        )
+        return ChunkMemory(keys_BRPGK=keys, values_BRPGK=values, first_BRP=first_BRP, last_BRP=last_BRP)
+
+    def chunk_memory(self, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor) -> Tensor:
+        """Return the chunks of every height (Eqs. 1 and 2) by prefix sums over the embeddings.
+
+        Args:
+            packed_BSD: token embeddings without padding between them.
+            left_BHM, right_BHM: first and last token of each span. One that ends beyond the tokens so far is seen by none of them.
+        Returns: [B, H, M, D] in the dtype of the stream's weights. Reference twin: ``reference_memory``.
+        """
+        exact_BSD = packed_BSD.to(torch.promote_types(packed_BSD.dtype, torch.float32))
+        sums_BSD = F.pad(exact_BSD.cumsum(1), (0, 0, 1, 0))
+        edges_BN = torch.stack([right_BHM + 1, left_BHM], 1).clamp(max=packed_BSD.shape[1]).flatten(1)
+        upper_BND, lower_BND = take_columns(sums_BSD, edges_BN).chunk(2, 1)
+        length_BHM1 = (right_BHM - left_BHM + 1).unsqueeze(-1)
+        means_BHMD = (upper_BND - lower_BND).unflatten(1, left_BHM.shape[1:]) / length_BHM1
+        weights_HDE = self.weight_height.mT
+        projected_BHMD = torch.einsum("bhmd,hde->bhme", means_BHMD.to(weights_HDE.dtype), weights_HDE)
+        normed_BHMD: Tensor = self.norm(projected_BHMD)
+        return normed_BHMD.to(weights_HDE.dtype)
+
+    def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
+        """Keep what the attention reads; add lambda mask_t Delta_t to what it gives (Eqs. 4 to 8)."""
+        assert isinstance(flow, TreeFlow)
+        coefficient = self.coefficient()
+        if flow.memory is None or (isinstance(coefficient, float | int) and coefficient == 0):
+            return hidden_BTD
+        if site == "attention_input":
+            flow.hidden[layer] = hidden_BTD
+            return hidden_BTD
+        delta_BTD = self._read(layer, flow.hidden.pop(layer), flow) * coefficient
+        if flow.inputs.updated_BT is not None:
+            delta_BTD = delta_BTD * flow.inputs.updated_BT.unsqueeze(-1)
+        return (hidden_BTD + delta_BTD).to(hidden_BTD.dtype)
+
+    def _read(self, layer: int, hidden_BTD: Tensor, flow: TreeFlow) -> Tensor:
+        """Return Delta (Eqs. 4 to 7), [B, T, D]."""
+        memory, index = flow.memory, self.layer_index[layer]
+        assert memory is not None
+        position_BT1 = flow.index_BT.unsqueeze(-1)
+        first_B1P, last_B1P = memory.first_BRP[:, None, index], memory.last_BRP[:, None, index]
+        visible_BTP = (first_B1P <= position_BT1) & (position_BT1 <= last_B1P)
+        if flow.document_BT is not None:
+            visible_BTP = visible_BTP & (first_B1P >= flow.document_BT.unsqueeze(-1))
+        some_BT1 = visible_BTP.any(-1, keepdim=True)
+        queries_BQTK = _heads(F.linear(hidden_BTD, self.weight_query[index]), self.heads)
+        keys_BGPK = memory.keys_BRPGK[:, index].transpose(1, 2).to(queries_BQTK.dtype)
+        values_BGPK = memory.values_BRPGK[:, index].transpose(1, 2).to(queries_BQTK.dtype)
+        # Where nothing is visible all is, and the outcome is thrown away: a row without any key would be no number.
+        mixed_BQTK = F.scaled_dot_product_attention(
+            queries_BQTK, keys_BGPK, values_BGPK,
+            attn_mask=(visible_BTP | ~some_BT1).unsqueeze(1), enable_gqa=self.heads != self.groups,
+        )  # fmt: skip
+        mixed_BTQK = mixed_BQTK.transpose(1, 2).masked_fill(~some_BT1.unsqueeze(-1), 0.0)
+        if self.config.gate == "head":
+            gate_BTQ = torch.sigmoid(F.linear(hidden_BTD, self.weight_gate[index]))
+            if flow.inputs.collect_signals:
+                flow.gates[index] = gate_BTQ.mean(-1)
+            mixed_BTQK = mixed_BTQK * gate_BTQ.unsqueeze(-1)
+        return F.linear(mixed_BTQK.flatten(2), self.weight_output[index])
+
+    def close(self, flow: Flow) -> PassResult:
+        """Return the tokens' rows, the chunk memory of trees that were given, and the gates."""
+        assert isinstance(flow, TreeFlow)
+        memory = {}
+        if flow.memory is not None:
+            memory = {name: getattr(flow.memory, name) for name in _MEMORY}
+        signals = {}
+        if flow.gates:
+            signals["gate"] = torch.stack([flow.gates[index] for index in sorted(flow.gates)], -1)
+        return PassResult(rows=flow.rows, memory=memory, signals=signals)
+
+
+_MEMORY = tuple(ChunkMemory.__dataclass_fields__)
+
+
+def _kept(state: State, seen_B: Tensor) -> ChunkMemory:
+    """Return the memory in the cache, without what was to be seen after the ``seen_B`` tokens so far: they were others then."""
+    memory = ChunkMemory(**{name: state[name] for name in _MEMORY})
+    last_BRP = torch.where(memory.first_BRP < seen_B[:, None, None], memory.last_BRP, -1)
+    return dataclasses.replace(memory, last_BRP=last_BRP)
+
+
+def _heads(flat_BTN: Tensor, heads: int) -> Tensor:
+    """Return [B, heads, T, K]."""
+    return flat_BTN.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def reference_chunk(stream: TreeStream, tokens_SD: Tensor, left: int, right: int, height: int) -> Tensor:
+    """Eqs. 1 and 2 for one node over the embeddings of its row, [D]."""
+    normed_D: Tensor = stream.norm(stream.weight_height[height] @ tokens_SD[left : right + 1].mean(0))
+    return normed_D
+
+
+def reference_memory(stream: TreeStream, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor) -> Tensor:
+    """Eqs. 1 and 2, one node after the other: the oracle of ``TreeStream.chunk_memory``. Returns: [B, H, M, D]."""
+    rows = []
+    for tokens_SD, left_HM, right_HM in zip(packed_BSD.unbind(), left_BHM.tolist(), right_BHM.tolist(), strict=True):
+        for height, spans in enumerate(zip(left_HM, right_HM, strict=True)):
+            rows += [reference_chunk(stream, tokens_SD, *span, height) for span in zip(*spans, strict=True)]
+    return torch.stack(rows).unflatten(0, tuple(left_BHM.shape))
+
+
+def reference_read(
+    stream: TreeStream, layer: int, hidden_TD: Tensor, chunks_HMD: Tensor, trees: Mapping[str, Tensor], begin: int = 0
+) -> Tensor:
+    """Lambda Delta (Eqs. 4 to 8) token by token and head by head for one row without padding: the oracle of ``TreeStream.write``.
+
+    Args:
+        chunks_HMD: as ``reference_memory`` gives them.
+        trees: the row's part of ``keel.trees.collate``, without the batch dimension.
+        begin: the token that the document began with; chunks before it are not seen.
+    Returns: [T, D].
+    """
+    index, size, flat_ND = stream.layer_index[layer], stream.head_size, chunks_HMD.flatten(0, 1)
+    places = list(zip(*(trees[name][layer].tolist() for name in ("chunk", "first", "last")), strict=True))
+    rows = []
+    for t, h_D in enumerate(hidden_TD):
+        seen = [chunk for chunk, first, last in places if max(first, begin) <= t <= last and first >= begin]
+        outputs = []
+        for head in range(stream.heads):
+            group = head // (stream.heads // stream.groups)
+            mine, theirs = slice(head * size, (head + 1) * size), slice(group * size, (group + 1) * size)
+            output_K = torch.zeros_like(h_D[:1]).expand(size)
+            if seen:
+                query_K = stream.weight_query[index, mine] @ h_D
+                keys_NK = flat_ND[seen] @ stream.weight_key[index, theirs].T
+                weights_N = torch.softmax(keys_NK @ query_K / math.sqrt(size), 0)
+                output_K = weights_N @ (flat_ND[seen] @ stream.weight_value[index, theirs].T)
+            if stream.config.gate == "head":
+                output_K = output_K * torch.sigmoid(stream.weight_gate[index, head] @ h_D)
+            outputs.append(output_K)
+        rows.append(stream.coefficient() * (stream.weight_output[index] @ torch.cat(outputs)))
+    return torch.stack(rows)

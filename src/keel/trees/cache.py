@@ -1,0 +1,208 @@
+"""Chunks kept on disk, found by token ids: one SQLite file in WAL mode, many readers and one writer at a time.
+
+A row's key is a hash of the tokenizer's fingerprint, the source and its version, the scope, the most chunks a height, and the token
+ids; its value is compressed and ends with a checksum over key and value. A row that fails its checksum counts as missing, so that the
+next build makes it anew: there is a tree of these very tokens, or none.
+
+A transaction is a batch of rows: a builder that is killed loses its last batch and nothing else; two builders at once write the
+same rows twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keel.errors import KeelError
+from keel.trees.chunks import ALWAYS, ARRAYS, Chunks, Scope
+from keel.trees.lookup import LOOKUPS, Lookup
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_KEY_BYTES, _CHECK_BYTES = 16, 8
+_WAIT_SECONDS = 60.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS makings (digest BLOB PRIMARY KEY, described TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How chunks were made; those of one making are never found by another.
+
+    Attributes:
+        tokenizer: ``tokenizer_fingerprint`` of what made the ids.
+        source, version: of the ``TreeSource``.
+        scope, max_chunks: see ``keel.trees.align``.
+    """
+
+    tokenizer: str
+    source: str
+    version: str
+    scope: Scope
+    max_chunks: int
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that tell it from others."""
+        described = json.dumps([_FORMAT, *asdict(self).values()])
+        return hashlib.blake2b(described.encode(), digest_size=16).digest()
+
+    def key(self, ids: Sequence[int]) -> bytes:
+        """Return the key of the row that holds the chunks of these token ids."""
+        return _hash(self.digest(), np.asarray(ids, dtype="<i4").tobytes(), size=_KEY_BYTES)
+
+
+def tokenizer_fingerprint(backend: str) -> str:
+    """Return a short hash of a fast tokenizer, given as ``tokenizer.backend_tokenizer.to_str()``."""
+    return hashlib.sha256(backend.encode()).hexdigest()[:16]
+
+
+class TreeCache:
+    """One file of chunks. It may be used in several threads and processes, and after a fork: each has a connection of its own.
+
+    Args:
+        path: the file; made, with its folder, unless ``read_only``.
+        read_only: never write; the file must exist.
+    Raises: KeelError for a file that is missing, damaged as a whole, or no cache of trees.
+    """
+
+    def __init__(self, path: str | Path, read_only: bool = False) -> None:
+        self.path, self.read_only = Path(path), read_only
+        self._local = threading.local()
+        if read_only and not self.path.is_file():
+            raise KeelError(f"there is no cache of trees at {self.path}; build it with keel trees build")
+        with self._reporting():
+            if not read_only:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._connection().executescript(_TABLES)
+            self._connection().execute("SELECT value FROM chunks LIMIT 1").fetchone()
+
+    def get(self, making: Making, ids: Sequence[int]) -> Chunks | None:
+        """Return the chunks of these token ids, or None where they are missing or damaged."""
+        return self.get_key(making.key(ids), making.scope)
+
+    def get_key(self, key: bytes, scope: Scope) -> Chunks | None:
+        """See ``get``."""
+        with self._reporting():
+            row = self._connection().execute("SELECT value FROM chunks WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        chunks = decode(key, row[0], scope)
+        if chunks is None:
+            logger.warning("a row of %s fails its checksum; the next build makes it anew", self.path)
+        return chunks
+
+    def put(self, making: Making, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        """Write rows of (key, value as ``encode`` makes it) in one transaction; a row that is there is replaced."""
+        with self._reporting():
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                connection.execute(
+                    "INSERT OR IGNORE INTO makings VALUES (?, ?)", (making.digest(), json.dumps(asdict(making)))
+                )
+                connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?)", rows)
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+
+    def makings(self) -> list[Making]:
+        """Return how the rows were made, in no order."""
+        with self._reporting():
+            rows = self._connection().execute("SELECT described FROM makings").fetchall()
+        return [Making(**json.loads(row[0])) for row in rows]
+
+    def __len__(self) -> int:
+        """Return the number of rows, damaged ones among them."""
+        with self._reporting():
+            count: int = self._connection().execute("SELECT COUNT(*) FROM chunks").fetchone()[0]
+        return count
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        _, connection = getattr(self._local, "connection", (0, None))
+        if connection is not None:
+            connection.close()
+        self._local = threading.local()
+
+    def _connection(self) -> sqlite3.Connection:
+        process, connection = getattr(self._local, "connection", (0, None))
+        if connection is None or process != os.getpid():
+            where = f"{self.path.absolute().as_uri()}?mode={'ro' if self.read_only else 'rwc'}"
+            connection = sqlite3.connect(where, uri=True, timeout=_WAIT_SECONDS, isolation_level=None)
+            if not self.read_only:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+            self._local.connection = os.getpid(), connection
+        return connection
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise KeelError(
+                f"the cache of trees {self.path} cannot be used ({error}); if it is damaged, delete it and build it again"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "read_only": self.read_only}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
+        return TreeCache(self.path, self.read_only)
+
+
+def encode(key: bytes, chunks: Chunks) -> bytes:
+    """Return the value of a row: compressed arrays of two or four bytes a number, and the checksum."""
+    table = np.stack([getattr(chunks, name) for name in ARRAYS])
+    table = np.where(table == ALWAYS, -2, table)
+    width = "<i2" if table.size == 0 or table.max() < 2**15 else "<i4"
+    packed = width[-1].encode() + zlib.compress(table.astype(width).tobytes(), 1)
+    return packed + _hash(key, packed, size=_CHECK_BYTES)
+
+
+def decode(key: bytes, value: bytes, scope: Scope) -> Chunks | None:
+    """Return the chunks of a row's value, or None where the checksum does not fit this key and value."""
+    packed, check = value[:-_CHECK_BYTES], value[-_CHECK_BYTES:]
+    if len(value) <= _CHECK_BYTES or _hash(key, packed, size=_CHECK_BYTES) != check:
+        return None
+    flat = np.frombuffer(zlib.decompress(packed[1:]), dtype=f"<i{packed[:1].decode()}").astype(np.int32)
+    table = np.where(flat == -2, np.int32(ALWAYS), flat).reshape(len(ARRAYS), -1)
+    return Chunks(**dict(zip(ARRAYS, table, strict=True)), scope=scope)
+
+
+def _hash(*parts: bytes, size: int) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=size).digest()
+
+
+def _open_cache(path: str, scope: Scope) -> Lookup:
+    """The lookup ``cache:FILE``: what one making of the wanted scope has kept there."""
+    cache = TreeCache(path, read_only=True)
+    fitting = [making for making in cache.makings() if making.scope == scope]
+    if len(fitting) != 1:
+        raise KeelError(
+            f"lookup cache:{path}: {len(fitting)} ways of making trees of scope {scope!r} are in this file; expected one, so that it is "
+            "certain which is meant: build each into a file of its own"
+        )
+    return lambda ids: cache.get(fitting[0], ids)
+
+
+LOOKUPS["cache"] = _open_cache

@@ -1,0 +1,106 @@
+"""``keel trees``: from a treebank to a parser, from a parser and a text to a cache that a stream reads."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import keel
+from keel import cli, parsing
+from keel.data import Corpus, Document, train_bpe
+from keel.errors import KeelError
+from keel.trees.parser_training import TrainingConfig
+
+pytest.importorskip("nltk", reason="the extra keel[trees] is not installed")
+
+
+def _bracketed(rng: random.Random) -> str:
+    noun = lambda: f"(NP (DT the) (NN {rng.choice(['dog', 'cat', 'king'])}))"  # noqa: E731
+    return f"( (S {noun()} (VP (VBD {rng.choice(['saw', 'met'])}) {noun()}) (. .)) )"
+
+
+@pytest.fixture(scope="module")
+def treebank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("trees") / "bank.mrg.gz"
+    path.write_bytes(gzip.compress("\n".join(_bracketed(rng) for _ in range(60)).encode()))
+    return path
+
+
+def _keel(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words])
+    return int(ended.value.code or 0), *capsys.readouterr()
+
+
+def test_from_a_treebank_to_a_stream_that_reads_the_cache(
+    treebank: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser, cache = tmp_path / "parser.safetensors", tmp_path / "trees.sqlite"
+    code, said, _ = _keel(capsys, "trees", "train", treebank, "--out", parser, "--held-out", 10, "--epochs", 4)
+    assert code == 0 and "parser.f1" in said and parser.is_file()
+    code, _, told = _keel(capsys, "trees", "train", treebank, "--out", parser)
+    assert code == 2 and "is there already" in told
+
+    lines = ["the dog saw the king.", "the king met the cat.", "", "the cat saw the dog."]
+    (tmp_path / "text.txt").write_text("\n".join(lines) + "\n")
+    documents = [Document(name="a", text=" ".join(lines))]
+    tokenizer = train_bpe(Corpus(name="a", train=documents, valid=[], test=[], fingerprint="x"), 300)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = [
+        "trees",
+        "build",
+        tmp_path / "text.txt",
+        "--source",
+        f"keel:{parser}",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+    ]
+    code, said, _ = _keel(capsys, *command, "--out", cache)
+    assert code == 0 and "3 parsed, 0 there already, 0 without a tree" in said
+    assert "0 parsed, 3 there already" in _keel(capsys, *command, "--out", cache)[1]
+
+    host = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    )
+    model = keel.attach(host.eval(), keel.TreeStream(lookup=f"cache:{cache}", init="paper", coefficient=5.0))
+    with torch.no_grad():
+        for line, known in ((lines[0], True), ("the dog met the king.", False)):
+            ids = torch.tensor([tokenizer(line)["input_ids"]])
+            with model.disable_streams():
+                bare = model(ids).logits
+            assert torch.equal(model(ids).logits, bare) is not known
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda bank, folder: parsing.train(bank, folder / "p", held_out=60), "60 trees and 60 are held out"),
+        (
+            lambda bank, folder: parsing.build_cache(folder / "no", folder / "c", source="x:y", tokenizer="t"),
+            "is no file",
+        ),
+        (
+            lambda bank, folder: parsing.build_cache(bank, folder / "c", source="x:y", tokenizer=str(folder)),
+            "cannot be loaded",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named(call: Any, message: str, treebank: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=message):
+        call(treebank, tmp_path)
+
+
+def test_the_scores_of_a_parser(treebank: Path, tmp_path: Path) -> None:
+    scores = parsing.train(treebank, tmp_path / "p", held_out=12, training=TrainingConfig(epochs=1, learning_rate=0.0))
+    assert set(scores) == {
+        f"parser.{name}" for name in ("f1", "precision", "recall", "exact", "tag_accuracy", "sentences_per_second")
+    }
+    assert 0 <= scores["parser.f1"] < 60 and scores["parser.sentences_per_second"] > 0

@@ -1,0 +1,257 @@
+"""The cache of trees: what is put in comes out, or nothing does, whoever was killed or wrote beside."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from keel.errors import KeelError
+from keel.trees import BuildPlan, Chunks, Span, Tree, TreeCache, build, fixed_chunks, sources
+from keel.trees.build import BuildCounts, Builder
+from keel.trees.cache import Making, decode, encode
+from keel.trees.chunks import ARRAYS
+from keel.trees.lookup import open_lookup
+
+MAKING = Making(tokenizer="t", source="s", version="1", scope="prefix", max_chunks=64)
+
+
+def _same(found: Chunks | None, expected: Chunks) -> bool:
+    return found is not None and found.scope == expected.scope and all(
+        np.array_equal(getattr(found, name), getattr(expected, name)) for name in ARRAYS
+    )  # fmt: skip
+
+
+def _put(cache: TreeCache, ids: list[int], chunks: Chunks, making: Making = MAKING) -> None:
+    key = making.key(ids)
+    cache.put(making, [(key, encode(key, chunks))])
+
+
+@pytest.mark.parametrize("chunks", [fixed_chunks(9, 2), fixed_chunks(0, 2), fixed_chunks(3, 2).shifted(70_000)])
+def test_what_is_put_comes_back(tmp_path: Path, chunks: Chunks) -> None:
+    cache = TreeCache(tmp_path / "deep" / "trees.sqlite")
+    ids = [5, 70_000, 3]
+    assert cache.get(MAKING, ids) is None
+    _put(cache, ids, chunks)
+    for reader in (cache, TreeCache(cache.path, read_only=True), copy.deepcopy(cache)):
+        assert _same(reader.get(MAKING, ids), chunks) and len(reader) == 1 and reader.makings() == [MAKING]
+        assert reader.get(MAKING, ids[:2]) is None
+    cache.close()
+    assert _same(cache.get(MAKING, ids), chunks)
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "source", "version", "max_chunks", "scope"])
+def test_another_making_is_another_row(tmp_path: Path, field: str) -> None:
+    cache = TreeCache(tmp_path / "trees.sqlite")
+    _put(cache, [1, 2], fixed_chunks(2, 2))
+    other = replace(MAKING, **{field: {"max_chunks": 1, "scope": "sentence"}.get(field, "other")})
+    assert cache.get(other, [1, 2]) is None
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed() -> None:
+    key, other = MAKING.key([1]), MAKING.key([2])
+    value = encode(key, fixed_chunks(5, 2))
+    assert _same(decode(key, value, "prefix"), fixed_chunks(5, 2)) and decode(other, value, "prefix") is None
+    for place in range(len(value)):
+        changed = bytearray(value)
+        changed[place] ^= 1
+        assert decode(key, bytes(changed), "prefix") is None
+        assert decode(key, value[:place], "prefix") is None
+
+
+def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database at all" * 300)
+    with pytest.raises(KeelError, match="delete it and build it again"):
+        TreeCache(tmp_path / "text")
+    with pytest.raises(KeelError, match="keel trees build"):
+        TreeCache(tmp_path / "missing", read_only=True)
+    with pytest.raises(KeelError, match="cannot be used"):
+        TreeCache(tmp_path / "text" / "below")
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    cache = TreeCache(tmp_path / "trees.sqlite")
+
+    def rows() -> Any:
+        yield b"k" * 16, b"value"
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError):
+        cache.put(MAKING, rows())
+    assert len(cache) == 0 and cache.makings() == []
+    _put(cache, [1], fixed_chunks(1, 2))
+
+
+WRITER = """
+import sys
+from keel.trees import TreeCache, fixed_chunks
+from keel.trees.cache import Making, encode
+
+making = Making(tokenizer="t", source="s", version="1", scope="prefix", max_chunks=64)
+cache = TreeCache(sys.argv[1])
+print("ready", flush=True)
+for batch in range(int(sys.argv[2])):
+    keys = [(making.key([batch, row]), row + 2) for row in range(20)]
+    cache.put(making, [(key, encode(key, fixed_chunks(length, 2))) for key, length in keys])
+    print(batch, flush=True)
+"""
+
+
+def _writer(path: Path, batches: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), str(batches)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+
+
+def _check_rows(cache: TreeCache, batches: int) -> None:
+    for batch in range(batches):
+        for row in range(20):
+            assert _same(cache.get(MAKING, [batch, row]), fixed_chunks(row + 2, 2))
+
+
+def test_a_builder_that_is_killed_loses_its_last_batch_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "trees.sqlite"
+    writer = _writer(path, 1_000_000)
+    assert writer.stdout is not None
+    written = [
+        int(line) for line, _ in zip((line for line in writer.stdout if line != "ready\n"), range(15), strict=False)
+    ]
+    writer.send_signal(signal.SIGKILL)
+    written += [int(line) for line in writer.stdout.read().split()]
+    writer.wait()
+    cache = TreeCache(path)
+    assert written[-1] >= 14 and len(cache) % 20 == 0 and 0 <= len(cache) - 20 * len(written) <= 20
+    _check_rows(cache, len(written))
+    assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    _put(cache, [-1], fixed_chunks(3, 2))
+
+
+def test_two_builders_at_once_and_a_reader_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "trees.sqlite"
+    TreeCache(path)
+    writers = [_writer(path, 150) for _ in range(2)]
+    reader, seen = TreeCache(path, read_only=True), 0
+    while any(writer.poll() is None for writer in writers):
+        found = [reader.get(MAKING, [batch, 3]) for batch in range(0, 150, 10)]
+        assert all(chunks is None or _same(chunks, fixed_chunks(5, 2)) for chunks in found)
+        seen = max(seen, sum(chunks is not None for chunks in found))
+        time.sleep(0.01)
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(reader) == 3000
+    _check_rows(reader, 150)
+
+
+# -- building -------------------------------------------------------------------------------------------------------------
+
+
+class FlatSource:
+    """One tree over all words; it counts what it is asked, and has none for a text with a question mark."""
+
+    version = "1"
+    asked = 0
+
+    def __init__(self, rest: str) -> None:
+        self.name = f"flat:{rest}"
+
+    def parse(self, text: str) -> list[Tree]:
+        FlatSource.asked += 1
+        if "?" in text:
+            raise KeelError("no questions")
+        words, at = [], 0
+        for word in text.split():
+            at = text.index(word, at)
+            words.append(Span(at, at + len(word), 1, "W"))
+            at += len(word)
+        return [Tree((Span(words[0].start, words[-1].end, 0, "S"), *words))]
+
+
+def _plan(folder: Path, **fields: Any) -> BuildPlan:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)} | {"?": 999}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return BuildPlan(
+        **{"cache": folder / "trees.sqlite", "source": "flat:x", "tokenizer": tokenizer.to_str(), **fields}
+    )
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sources._KINDS, "flat", FlatSource)
+    FlatSource.asked = 0
+
+
+TEXTS = [f"w{i} w{i + 1} w{i + 2}" for i in range(150)]
+
+
+@pytest.mark.usefixtures("flat")
+def test_a_build_goes_on_where_it_was(tmp_path: Path) -> None:
+    plan, seen = _plan(tmp_path), []
+
+    def stop(counts: BuildCounts) -> None:
+        seen.append(counts.parsed)
+        if counts.parsed >= 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(TEXTS, plan, progress=stop)
+    assert seen == [64, 128]
+    counts = build([*TEXTS, "w1 ?", "w2 ?"], plan)
+    assert counts == BuildCounts(parsed=22, known=128, without=2, reason="no questions") and FlatSource.asked == 152
+    builder = Builder(plan)
+    for text in TEXTS:
+        ids, make = builder.chunks(text)
+        assert _same(builder.cache.get(builder.making, ids), make()) and len(make()) == 4
+    assert len(open_lookup(f"cache:{plan.cache}", "sentence")([7, 8, 9]) or ()) == 4
+    assert open_lookup(f"cache:{plan.cache}", "sentence")([7, 8]) is None
+
+
+@pytest.mark.usefixtures("flat")
+def test_damaged_rows_are_built_anew(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    build(TEXTS, plan)
+    connection = sqlite3.connect(plan.cache)
+    keys = [row[0] for row in connection.execute("SELECT key FROM chunks ORDER BY key LIMIT 7")]
+    for index, key in enumerate(keys):
+        wrong = connection.execute("SELECT value FROM chunks WHERE key = ?", (keys[index - 1],)).fetchone()[0]
+        connection.execute("UPDATE chunks SET value = ? WHERE key = ?", (wrong if index % 2 else wrong[:9], key))
+    connection.commit()
+    connection.close()
+    lookup = open_lookup(f"cache:{plan.cache}", "sentence")
+    assert sum(lookup([i, i + 1, i + 2]) is None for i in range(150)) == 7
+    assert build(TEXTS, plan) == BuildCounts(parsed=7, known=143)
+    assert all(len(lookup([i, i + 1, i + 2]) or ()) == 4 for i in range(150))
+
+
+@pytest.mark.usefixtures("flat")
+def test_prefix_chunks_are_kept_apart_and_texts_are_cut(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, scope="prefix", max_tokens=2)
+    build(["w1 w2 w3"], plan)
+    chunks = open_lookup(f"cache:{plan.cache}", "prefix")([1, 2])
+    assert chunks is not None and chunks.scope == "prefix" and chunks.right.max() == 0
+    with pytest.raises(KeelError, match="0 ways of making trees of scope 'sentence'"):
+        open_lookup(f"cache:{plan.cache}", "sentence")
+    with pytest.raises(KeelError, match="at least one worker"):
+        build([], plan, workers=0)
+
+
+def test_several_workers_build_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("nltk", reason="the extra keel[trees] is not installed")
+    (tmp_path / "trees.mrg").write_text("\n".join(f"(S (NP (N w{i})) (VP (V w{i + 1})))" for i in range(150)))
+    texts, source = [f"w{i} w{i + 1}" for i in range(150)], f"bracketed:{tmp_path / 'trees.mrg'}"
+    one, two = (_plan(tmp_path, cache=tmp_path / name, source=source) for name in ("one", "two"))
+    counts = BuildCounts(parsed=150, without=1, reason="x")
+    for plan, workers in ((one, 1), (two, 2)):
+        found = build([*texts, "w9 w9"], plan, workers)
+        assert replace(found, reason="x") == counts and "no tree for 'w9 w9'" in found.reason
+    first, second = (open_lookup(f"cache:{plan.cache}", "sentence") for plan in (one, two))
+    assert all(_same(second([i, i + 1]), first([i, i + 1]) or fixed_chunks(0, 2)) for i in range(150))
