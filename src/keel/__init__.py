@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from keel.encoder import (
+    DstgConfig,
+    DstgForMaskedLM,
+    DstgForQuestionAnswering,
+    DstgForSequenceClassification,
+    DstgForTokenClassification,
+    DstgModel,
+)
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
@@ -9,6 +17,12 @@ from keel.streams import LearnedPositionsStream, StructuralStream
 
 __version__ = "0.1.0"
 __all__ = [
+    "DstgConfig",
+    "DstgForMaskedLM",
+    "DstgForQuestionAnswering",
+    "DstgForSequenceClassification",
+    "DstgForTokenClassification",
+    "DstgModel",
     "KeelConfig",
     "KeelError",
     "KeelForCausalLM",

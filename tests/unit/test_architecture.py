@@ -31,6 +31,7 @@ FLOORS = {
     "data": 1,
     "drawing": 1,
     "model": 2,
+    "encoder": 2,
     "training": 3,
     "evaluation": 3,
     "probes": 3,
