@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
+from keel.data import CorpusConfig, MaskedCorpus, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
@@ -17,6 +17,7 @@ from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
+from keel.evaluation.masked import masked_scores
 from keel.experiment.pictures import ATTENTION_FILE
 from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
 from keel.experiment.subject import Subject
@@ -169,6 +170,19 @@ def _blocks(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _masked(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.masked
+    assert wanted is not None and isinstance(subject.data, MaskedCorpus)
+    windows = subject.data.windows(getattr(subject.data, wanted.split), wanted.length, wanted.length, seed=0)
+    return masked_scores(
+        subject.model,
+        [windows[index * len(windows) // wanted.count] for index in range(wanted.count)],
+        wanted.name,
+        device=subject.device,
+        progress=lambda done: subject.tell(f"masked windows of {wanted.length:,}", done, wanted.count),
+    )
+
+
 def _completion(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.completion
     assert wanted is not None and isinstance(subject.data, TaskData)
@@ -200,4 +214,5 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "span": measure_spans,
     "last_word": _last_word,
     "blocks": _blocks,
+    "masked": _masked,
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from keel.data import TaskData, TokenCorpus
+from keel.encoder import DstgForMaskedLM
 from keel.errors import KeelError
 from keel.experiment.measure import is_measured, measure, read_evaluation
 from keel.experiment.subject import Subject
@@ -123,7 +124,8 @@ def evaluate_unit(
     """Measure a unit whose weights are there and write ``evaluation.json``."""
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
+    kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
+    model = kind.from_pretrained(lender.folder(out) / "model").to(place)
     subject = Subject(
         recipe=recipe,
         arm=unit.arm,
