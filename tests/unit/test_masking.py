@@ -193,6 +193,10 @@ WRONG = {
         {"phases.0.trainable": "host"},
         "trainable, label_smoothing and stream_learning_rate are not for",
     ),
+    "length of a probe": (
+        {"evaluation.heads": {"documents": 4, "length": 63}},
+        "evaluation.heads.length: 63 tokens and [CLS] and [SEP] are more than max_position_embeddings 64",
+    ),
     "gates": ({"evaluation.gates": {}}, "evaluation.gates: an encoder has none"),
 }
 

@@ -19,7 +19,13 @@ from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
 from keel.evaluation.masked import masked_scores
 from keel.experiment.pictures import ATTENTION_FILE
-from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
+from keel.experiment.probed import (
+    measure_gates,
+    measure_geometry_of,
+    measure_heads,
+    measure_position_probe,
+    measure_spans,
+)
 from keel.experiment.subject import Subject
 from keel.files import write_atomically
 from keel.positions import Positions, set_positions
@@ -215,4 +221,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "last_word": _last_word,
     "blocks": _blocks,
     "masked": _masked,
+    "position_probe": measure_position_probe,
+    "heads": measure_heads,
 }

@@ -72,7 +72,7 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
-    needs |= {"masked": "masked text"}
+    needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -151,6 +151,17 @@ def _check_encoder(recipe: Recipe) -> None:
         with _naming(f"arms.{name}.host"):
             config = recipe.host_config(name)
         assert config is not None
+        probes = {"position_probe": recipe.evaluation.position_probe, "heads": recipe.evaluation.heads}
+        for probe, wanted in probes.items():
+            if (
+                wanted is not None
+                and config.position in ("dstg", "ap")
+                and wanted.length + 2 > config.max_position_embeddings
+            ):
+                raise KeelError(
+                    f"evaluation.{probe}.length: {wanted.length} tokens and [CLS] and [SEP] are more than max_position_embeddings "
+                    f"{config.max_position_embeddings}"
+                )
         for phase in recipe.phases_of(name):
             where = f"arms.{name}, phase {phase.name!r}"
             if phase.trainable != "all" or phase.label_smoothing or phase.stream_learning_rate is not None:

@@ -264,6 +264,32 @@ class Masked(Section):
     name: str = "mlm"
 
 
+class PositionProbe(Section):
+    """What linear probes read of positions from an encoder's states, by layer, and the shape of its position table.
+
+    Attributes:
+        documents: stretches of the test split (``keel.probes.positions``).
+        length: tokens of each, without [CLS] and [SEP].
+        divisions: how often the documents are divided anew into those to fit and those to test.
+    """
+
+    documents: Annotated[int, Field(ge=10)] = 500
+    length: Annotated[int, Field(ge=4)] = 510
+    divisions: Count = 5
+
+
+class Heads(Section):
+    """What the heads of an encoder listen to (``keel.probes.heads``).
+
+    Attributes:
+        documents: stretches of the test split.
+        length: tokens of each, without [CLS] and [SEP].
+    """
+
+    documents: Count = 500
+    length: Annotated[int, Field(ge=4)] = 510
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -311,6 +337,8 @@ class Evaluation(Section):
     last_word: LastWord | None = None
     blocks: Blocks | None = None
     masked: Masked | None = None
+    position_probe: PositionProbe | None = None
+    heads: Heads | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
