@@ -184,7 +184,10 @@ WRONG = {
         "arms.ap.host.positon: unknown field of dstg; did you mean 'position'",
     ),
     "streams": ({"arms.ap.streams": {"structural": {}}}, "arms.ap.streams: an encoder has none"),
-    "window": ({"host.max_position_embeddings": 16}, "window 32 is longer than max_position_embeddings 16"),
+    "window": (
+        {"host.max_position_embeddings": 16},
+        "phase 'train': window 32 is longer than host.max_position_embeddings 16",
+    ),
     "other measurement": (
         {"evaluation": {"blocks": {"length": 32, "count": 2}}},
         "evaluation.blocks: is measured on text",
@@ -193,9 +196,10 @@ WRONG = {
         {"phases.0.trainable": "host"},
         "trainable, label_smoothing and stream_learning_rate are not for",
     ),
+    "length of the masked text": ({"evaluation.masked.length": 65}, "evaluation.masked.length: 65 is longer"),
     "length of a probe": (
         {"evaluation.heads": {"documents": 4, "length": 63}},
-        "evaluation.heads.length: 63 tokens and [CLS] and [SEP] are more than max_position_embeddings 64",
+        "evaluation.heads.length, with [CLS] and [SEP]: 65 is longer than host.max_position_embeddings 64",
     ),
     "gates": ({"evaluation.gates": {}}, "evaluation.gates: an encoder has none"),
 }

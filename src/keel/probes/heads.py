@@ -136,5 +136,6 @@ def _parts_by_layer(encoder: DstgModel, ids_BT: Tensor) -> Any:
     semantic, place = encoder.embed(ids_BT, places)
     for layer in encoder.layers:
         assert isinstance(layer, DstgBlock)
-        yield layer.attention.logits(*layer.attention_norm(semantic, place), around)
+        normed, normed_place = layer.attention_norm(semantic, place)
+        yield layer.attention.logits(normed, normed_place, around)
         semantic, place = layer(semantic, place, around)

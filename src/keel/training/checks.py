@@ -151,27 +151,30 @@ def _check_encoder(recipe: Recipe) -> None:
         with _naming(f"arms.{name}.host"):
             config = recipe.host_config(name)
         assert config is not None
-        probes = {"position_probe": recipe.evaluation.position_probe, "heads": recipe.evaluation.heads}
-        for probe, wanted in probes.items():
-            if (
-                wanted is not None
-                and config.position in ("dstg", "ap")
-                and wanted.length + 2 > config.max_position_embeddings
-            ):
-                raise KeelError(
-                    f"evaluation.{probe}.length: {wanted.length} tokens and [CLS] and [SEP] are more than max_position_embeddings "
-                    f"{config.max_position_embeddings}"
-                )
         for phase in recipe.phases_of(name):
-            where = f"arms.{name}, phase {phase.name!r}"
             if phase.trainable != "all" or phase.label_smoothing or phase.stream_learning_rate is not None:
                 raise KeelError(
-                    f"{where}: trainable, label_smoothing and stream_learning_rate are not for encoders; remove them"
+                    f"arms.{name}, phase {phase.name!r}: trainable, label_smoothing and stream_learning_rate are not for encoders; "
+                    "remove them"
                 )
-            if config.position in ("dstg", "ap") and phase.window > config.max_position_embeddings:
-                raise KeelError(
-                    f"{where}: window {phase.window} is longer than max_position_embeddings {config.max_position_embeddings}"
-                )
+        if config.position in ("dstg", "ap"):
+            _check_lengths(recipe, name, config.max_position_embeddings)
+
+
+def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
+    """Refuse what an encoder with a table of ``most`` positions is to read but cannot."""
+    read = {f"arms.{arm}, phase {phase.name!r}: window": phase.window for phase in recipe.phases_of(arm)}
+    wanted = recipe.evaluation
+    if wanted.masked is not None:
+        read["evaluation.masked.length:"] = wanted.masked.length
+    for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
+        if probe is not None:
+            read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2
+    for where, length in read.items():
+        if length > most:
+            raise KeelError(
+                f"{where} {length} is longer than host.max_position_embeddings {most}; shorten one or lengthen the other"
+            )
 
 
 def _check_phases(phases: Iterable[Phase], where: str) -> None:
