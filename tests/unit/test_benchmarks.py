@@ -17,6 +17,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
     ("name", "options", "arms", "key"),
     [
         ("step", [], {"host", "gru", "scan", "x-transformers"}, "step"),
+        ("encoder", [], {"rope", "dstg"}, "encoder"),
         ("decode", ["--new-tokens", "4"], {"host", "gru", "scan"}, "decode"),
         (
             "evaluation",

@@ -24,7 +24,7 @@ from keel.encoder import (
     DstgModel,
     count_parameters,
 )
-from keel.encoder.attention import reference_attention, reference_bucket, relative_buckets
+from keel.encoder.attention import RelativeBias, buckets_of, reference_attention, reference_bucket
 from keel.encoder.config import POSITIONS
 from keel.encoder.model import DstgPreTrainedModel
 from keel.errors import KeelError
@@ -65,11 +65,20 @@ def sequences(rows: int = 3, length: int = 9) -> Tensor:
 
 def test_every_bucket_is_the_definitions() -> None:
     for length, buckets, distance in ((40, 32, 128), (300, 32, 128), (12, 8, 6)):
-        found = relative_buckets(length, buckets, distance)
-        for query in (0, length // 2, length - 1):
-            expected = [reference_bucket(key - query, buckets, distance) for key in range(length)]
-            assert found[query].tolist() == expected
-    assert len(set(relative_buckets(300, 32, 128).flatten().tolist())) == 31  # distance 0 is of one side only
+        offsets = torch.arange(-length, length + 1)
+        expected = [reference_bucket(offset, buckets, distance) for offset in offsets.tolist()]
+        assert buckets_of(offsets, buckets, distance).tolist() == expected
+    assert len(set(expected)) == 7 and max(expected) == 7  # distance 0 is of one side only
+
+
+def test_the_bias_of_a_pair_is_that_of_its_bucket() -> None:
+    module = RelativeBias(2, 8, 6)
+    with torch.no_grad():
+        module.bucket.copy_(torch.arange(16).view(8, 2))
+    found = module(9)
+    for query in range(9):
+        for key in range(9):
+            assert found[:, query, key].tolist() == module.bucket[reference_bucket(key - query, 8, 6)].tolist()
 
 
 LAYOUTS = {
@@ -197,8 +206,9 @@ def test_the_semantic_head_pulls_on_no_position_of_the_last_layer() -> None:
         none = {
             name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()
         }
-        last = {"encoder.layers.1.mlp.position_down.weight", "encoder.final_norm.position.weight"}
-        assert none == (last if untouched else set())
+        assert none == ({"encoder.final_norm.position.weight"} if untouched else set())
+        down = model.encoder.layers[1].mlp.down.weight.grad
+        assert down[:16].any() and down[16:].any() == (not untouched)
 
 
 def test_the_loss_in_training_is_that_of_the_labelled_places() -> None:

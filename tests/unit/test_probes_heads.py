@@ -56,7 +56,7 @@ def test_a_component_that_is_not_there_has_no_influence() -> None:
                 model.relative_bias.special.zero_()
             for layer in model.layers:
                 if silent == "ap":
-                    layer.attention.position_qk.weight.zero_()
+                    layer.attention.position_qkv.weight[:16].zero_()
                 if silent == "semantic":
                     layer.attention.semantic_qkv.weight[:16].zero_()
         found = head_influence(model, sequences())

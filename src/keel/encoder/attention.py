@@ -22,24 +22,21 @@ from torch.autograd.function import once_differentiable
 _ROWS_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
-def relative_buckets(length: int, num_buckets: int, max_distance: int, device: torch.device | None = None) -> Tensor:
-    """Return the bucket of every pair of tokens, [T, T] long: T5's, bidirectional (DSTG-NeoBERT App. A.1).
+def buckets_of(offset: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """Return the bucket of each offset from query to key, long of the same shape: T5's, bidirectional (DSTG-NeoBERT App. A.1).
 
     Half of the buckets are for keys after the query. Of each half one half is a distance each, the rest grows logarithmically up
     to ``max_distance``, from where on all distances share the last. Reference twin: ``reference_bucket``.
     """
-    place_T = torch.arange(length, device=device)
-    offset = torch.arange(1 - length, length, device=device)  # key − query: one value a diagonal
     half, exact = num_buckets // 2, num_buckets // 4
     distance = offset.abs()
     growth = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact)
     coarse = (exact + (growth * (half - exact)).long()).clamp(max=half - 1)
-    bucket = torch.where(distance < exact, distance, coarse) + half * (offset > 0)
-    return bucket[place_T[None, :] - place_T[:, None] + length - 1]
+    return torch.where(distance < exact, distance, coarse) + half * (offset > 0)
 
 
 def reference_bucket(offset: int, num_buckets: int, max_distance: int) -> int:
-    """Return the bucket of one pair, ``offset`` tokens from query to key: the definition that ``relative_buckets`` meets."""
+    """Return the bucket of one pair, ``offset`` tokens from query to key: the definition that ``buckets_of`` meets."""
     half, exact, distance = num_buckets // 2, num_buckets // 4, abs(offset)
     side = half if offset > 0 else 0
     if distance < exact:
@@ -99,8 +96,10 @@ class RelativeBias(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         """Return the bias by distance, [H, T, T]."""
-        buckets_TT = relative_buckets(length, len(self.bucket), self.max_distance, self.bucket.device)
-        return F.embedding(buckets_TT, self.bucket).permute(2, 0, 1).contiguous()
+        offsets = torch.arange(1 - length, length, device=self.bucket.device)
+        diagonals = self.bucket[buckets_of(offsets, len(self.bucket), self.max_distance)]
+        # Row i of the matrix is the stretch of T offsets that begins with -i: stretches in the reverse order.
+        return diagonals.mT.unfold(1, length, 1).flip(1)
 
 
 def fused_attention(
@@ -153,7 +152,8 @@ class _BiasedAttention(torch.autograd.Function):
         whole = [slice(None)] if layout.shared else _groups(query_BHTK)
         parts = []
         for rows in whole:
-            bias = _bias_of(layout, distance_HTT, special_H3, rows).to(query_BHTK.dtype)
+            # Detached, since the fused kernel is not chosen for a mask that wants a gradient.
+            bias = _bias_of(layout, distance_HTT, special_H3, rows).detach().to(query_BHTK.dtype)
             bias = bias.expand(query_BHTK[rows].shape[0], -1, -1, -1)
             parts.append(
                 F.scaled_dot_product_attention(
@@ -172,18 +172,19 @@ class _BiasedAttention(torch.autograd.Function):
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         biases = [torch.zeros_like(tensor) for tensor in (distance_HTT, special_H3) if tensor is not None]
         delta_BHT1 = (gradient_BHTV * out).sum(-1, keepdim=True)
+        learned = [tensor.detach().requires_grad_() for tensor in (distance_HTT, special_H3) if tensor is not None]
         for rows in _groups(query):
             with torch.enable_grad():
-                learned = [
-                    tensor.detach().requires_grad_() for tensor in (distance_HTT, special_H3) if tensor is not None
-                ]
                 bias = _bias_of(ctx.layout, learned[0], learned[1] if special_H3 is not None else None, rows)
             chance = _softmax(torch.matmul(query[rows] * ctx.scale, key[rows].mT), bias.detach())
             gradients[2][rows] = chance.mT @ gradient_BHTV[rows]
             logit = (gradient_BHTV[rows] @ value[rows].mT).sub_(delta_BHT1[rows]).mul_(chance)
             gradients[0][rows] = (logit @ key[rows]).mul_(ctx.scale)
             gradients[1][rows] = (logit.mT @ query[rows]).mul_(ctx.scale)
-            toward = logit.sum(0, keepdim=True) if len(bias) == 1 else logit
+            toward = logit.sum(0, keepdim=True) if len(bias) < len(logit) else logit
+            if special_H3 is None:
+                biases[0].add_(toward[0])
+                continue
             for total, part in zip(biases, torch.autograd.grad(bias, learned, toward.to(bias.dtype)), strict=True):
                 total.add_(part)
         return (*gradients, biases[0], biases[1] if special_H3 is not None else None, None, None)

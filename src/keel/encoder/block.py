@@ -61,8 +61,8 @@ class StreamAttention(nn.Module):
         self.semantic_qkv = nn.Linear(semantic, 3 * semantic, bias=False)
         self.semantic_output = nn.Linear(semantic, semantic, bias=False)
         if config.disentangled:
-            self.position_qk = nn.Linear(position, 2 * semantic, bias=False)  # as wide a head as the semantic ones
-            self.position_v = nn.Linear(position, position, bias=False)
+            # Queries and keys as wide a head as the semantic ones, values as wide as their own stream.
+            self.position_qkv = nn.Linear(position, 2 * semantic + position, bias=False)
             self.position_output = nn.Linear(position, position, bias=False)
         streams = 2 if config.disentangled and config.attention_scale == "streams" else 1
         self.scale = 1 / math.sqrt(streams * config.head_size)
@@ -76,11 +76,13 @@ class StreamAttention(nn.Module):
             query, key = _rotate(query, *around.rotation), _rotate(key, *around.rotation)
         if position_BTP is None:
             return (query, key, value), None
-        place_query, place_key = (self._by_head(part) for part in self.position_qk(position_BTP).chunk(2, dim=-1))
+        widths = (query.shape[-1] * self.heads,) * 2 + (position_BTP.shape[-1],)
+        parts = self.position_qkv(position_BTP).split(widths, dim=-1)
+        place_query, place_key, place_value = (self._by_head(part) for part in parts)
         if around.regular is not None:  # a zero query or key gives no absolute-position logit
             regular = around.regular.to(place_query.dtype)
             place_query, place_key = place_query * regular, place_key * regular
-        return (query, key, value), (place_query, place_key, self._by_head(self.position_v(position_BTP)))
+        return (query, key, value), (place_query, place_key, place_value)
 
     def forward(
         self, semantic_BTS: Tensor, position_BTP: Tensor | None, around: Surroundings
@@ -118,22 +120,26 @@ class StreamAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The only place where the streams mix: gate and up-projection read both, a down-projection for each (§3.2)."""
+    """The only place where the streams mix: gate and up-projection read both, a down-projection for each (§3.2).
+
+    The down-projections are the rows of one matrix, the semantic stream's first: one matrix product costs less than two.
+    """
 
     def __init__(self, config: DstgConfig) -> None:
         super().__init__()
         assert config.intermediate_size is not None
+        self.semantic_size = config.semantic_size
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.semantic_down = nn.Linear(config.intermediate_size, config.semantic_size, bias=False)
-        if config.disentangled:
-            self.position_down = nn.Linear(config.intermediate_size, config.position_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, semantic_BTS: Tensor, position_BTP: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return what the feed-forward network adds to each stream."""
         together_BTD = semantic_BTS if position_BTP is None else torch.cat((semantic_BTS, position_BTP), dim=-1)
         gate_BTF, up_BTF = self.gate_up(together_BTD).chunk(2, dim=-1)
-        inner_BTF = F.silu(gate_BTF) * up_BTF
-        return self.semantic_down(inner_BTF), None if position_BTP is None else self.position_down(inner_BTF)
+        more_BTD = self.down(F.silu(gate_BTF) * up_BTF)
+        if position_BTP is None:
+            return more_BTD, None
+        return more_BTD[..., : self.semantic_size], more_BTD[..., self.semantic_size :]
 
 
 class DstgBlock(GradientCheckpointingLayer):
