@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from keel.cache import signals_of
+from keel.encoder import (
+    DstgConfig,
+    DstgForMaskedLM,
+    DstgForQuestionAnswering,
+    DstgForSequenceClassification,
+    DstgForTokenClassification,
+    DstgModel,
+)
 from keel.errors import KeelError
 from keel.model import KeelConfig, KeelForCausalLM, attach, load
 from keel.positions import Positions
@@ -10,6 +18,12 @@ from keel.streams import DynamicStateStream, LearnedPositionsStream, MarginPrior
 
 __version__ = "0.1.0"
 __all__ = [
+    "DstgConfig",
+    "DstgForMaskedLM",
+    "DstgForQuestionAnswering",
+    "DstgForSequenceClassification",
+    "DstgForTokenClassification",
+    "DstgModel",
     "DynamicStateStream",
     "KeelConfig",
     "KeelError",

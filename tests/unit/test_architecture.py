@@ -32,6 +32,7 @@ FLOORS = {
     "drawing": 1,
     "trees": 1,
     "model": 2,
+    "encoder": 2,
     "training": 3,
     "evaluation": 3,
     "probes": 3,

@@ -20,6 +20,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan"}, "decode"),
         ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
         ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
+        ("encoder", [], {"rope", "dstg"}, "encoder"),
         (
             "evaluation",
             ["--tokens", "64", "--lengths", "16", "--arms", "gru"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -49,8 +49,11 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str | Path | None = No
     )
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a pretrained tokenizer from a folder or the Hub.
+def load_tokenizer(
+    name_or_path: str | Path,
+    prepare: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load a pretrained tokenizer from a folder or the Hub; ``prepare`` may add to it what it lacks.
 
     Raises: KeelError where it cannot be found, has no fast version (offsets are needed), or no end-of-text token.
     """
@@ -61,6 +64,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise KeelError(f"tokenizer {name_or_path} cannot be loaded ({reason}); check name or folder") from error
+    if prepare is not None:
+        tokenizer = prepare(tokenizer)
     check_tokenizer(tokenizer)
     return tokenizer
 

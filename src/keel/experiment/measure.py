@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.data import CorpusConfig, TaskData, TokenCorpus, evaluation_segments, read_documents
+from keel.data import CorpusConfig, MaskedCorpus, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
@@ -17,10 +17,17 @@ from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
+from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.support import support_tokens
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
-from keel.experiment.probed import measure_gates, measure_geometry_of, measure_spans
+from keel.experiment.probed import (
+    measure_gates,
+    measure_geometry_of,
+    measure_heads,
+    measure_position_probe,
+    measure_spans,
+)
 from keel.experiment.subject import Subject
 from keel.files import write_atomically
 from keel.positions import Positions, set_positions
@@ -206,6 +213,19 @@ def _support(subject: Subject) -> list[ItemMetric]:
     return found.metrics
 
 
+def _masked(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.masked
+    assert wanted is not None and isinstance(subject.data, MaskedCorpus)
+    windows = subject.data.windows(getattr(subject.data, wanted.split), wanted.length, wanted.length, seed=0)
+    return masked_scores(
+        subject.model,
+        [windows[index * len(windows) // wanted.count] for index in range(wanted.count)],
+        wanted.name,
+        device=subject.device,
+        progress=lambda done: subject.tell(f"masked windows of {wanted.length:,}", done, wanted.count),
+    )
+
+
 def _completion(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.completion
     assert wanted is not None and isinstance(subject.data, TaskData)
@@ -239,4 +259,7 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "blocks": _blocks,
     "robustness": _robustness,
     "support": _support,
+    "masked": _masked,
+    "position_probe": measure_position_probe,
+    "heads": measure_heads,
 }

@@ -16,6 +16,8 @@ from keel.experiment.subject import Subject
 from keel.probes.attention_span import attention_spans
 from keel.probes.gates import MEAN_SITE, gate_depth
 from keel.probes.geometry import BIAS_METRICS, SPECTRAL_METRICS, measure_geometry
+from keel.probes.heads import head_influence
+from keel.probes.positions import boundary_ids, probe_positions, table_metrics
 from keel.streams import StructuralStream
 
 _GEOMETRY = (*BIAS_METRICS, "effective_rank", "representation_shift", *(f"{name}_ratio" for name in SPECTRAL_METRICS))
@@ -112,6 +114,42 @@ def measure_spans(subject: Subject) -> list[ItemMetric]:
                     _over_sequences(f"span.{name}_{length}@layer{row.layer}", row.per_sequence[name], unit)
                     for row in rows
                 ]
+    return metrics
+
+
+def measure_position_probe(subject: Subject) -> list[ItemMetric]:
+    """What linear probes read of positions, by layer, and the shape of the learned position table (DSTG §4 (1), §5)."""
+    wanted = subject.recipe.evaluation.position_probe
+    assert wanted is not None
+    subject.tell("positions in the states", 0, 1)
+    tokenizer = subject.data.tokenizer
+    ends = (int(tokenizer.cls_token_id), int(tokenizer.sep_token_id))
+    rows_NT = _rows(subject, wanted.length, wanted.documents)
+    found = probe_positions(subject.model, rows_NT, boundary_ids(tokenizer), ends=ends, seeds=wanted.divisions)
+    metrics = [mean(name, each, unit="R²", higher_is_better=True) for name, each in found.metrics().items()]
+    table = subject.model.encoder.embed_positions
+    if table is not None:
+        shares = table_metrics(table.weight).items()
+        metrics += [mean(name, [value], unit="share", higher_is_better=None) for name, value in shares]
+    return metrics
+
+
+def measure_heads(subject: Subject) -> list[ItemMetric]:
+    """How many heads listen to each component of the logits, and what share of a layer's influence each has (DSTG §4 (3))."""
+    wanted = subject.recipe.evaluation.heads
+    assert wanted is not None
+    if subject.model.encoder.relative_bias is None:
+        return []  # one component: there is nothing to hold it against
+    subject.tell("what the heads listen to", 0, 1)
+    tokenizer, rows_NT = subject.data.tokenizer, _rows(subject, wanted.length, wanted.documents)
+    first, last = (rows_NT.new_full((len(rows_NT), 1), end) for end in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    found = head_influence(subject.model, torch.cat((first, rows_NT, last), dim=1))
+    metrics = [mean(name, [count], unit="heads", higher_is_better=None) for name, count in found.counts().items()]
+    for index, name in enumerate(found.components):
+        metrics += [
+            mean(f"heads.share_{name}@layer{layer}", shares[:, index].tolist(), unit="share", higher_is_better=None)
+            for layer, shares in enumerate(found.shares)
+        ]
     return metrics
 
 

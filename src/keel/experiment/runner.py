@@ -187,6 +187,11 @@ def _check_sizes(recipe: Recipe, tokens: TokenCorpus) -> None:
         evaluation_segments(split, wanted.extrapolation.lengths[-1], wanted.extrapolation.segments)
     if wanted.blocks is not None:
         evaluation_segments(getattr(tokens, wanted.blocks.split), wanted.blocks.length, wanted.blocks.count)
+    if wanted.masked is not None:
+        evaluation_segments(getattr(tokens, wanted.masked.split), wanted.masked.length, wanted.masked.count)
+    for probe in (wanted.position_probe, wanted.heads):
+        if probe is not None:
+            evaluation_segments(tokens.test, probe.length - 1, probe.documents)
     if wanted.geometry is not None:
         evaluation_segments(tokens.test, wanted.geometry.length, wanted.geometry.sequences)
     if wanted.span is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keel.data import TaskData, TokenCorpus
+from keel.encoder import DstgForMaskedLM
 from keel.model import KeelForCausalLM
 from keel.positions import set_positions
 from keel.training import Recipe
@@ -21,7 +22,7 @@ class Subject:
 
     recipe: Recipe
     arm: str
-    model: KeelForCausalLM
+    model: KeelForCausalLM | DstgForMaskedLM
     data: TokenCorpus | TaskData
     device: str
     progress: Progress

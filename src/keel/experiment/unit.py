@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from keel.data import TaskData, TokenCorpus
+from keel.encoder import DstgForMaskedLM
 from keel.errors import KeelError
 from keel.evaluation.robustness import rescale_embeddings
 from keel.experiment.measure import is_measured, measure, read_evaluation
@@ -124,7 +125,8 @@ def evaluate_unit(
     """Measure a unit whose weights are there and write ``evaluation.json``."""
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = KeelForCausalLM.from_pretrained(lender.folder(out) / "model").to(place)
+    kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
+    model = kind.from_pretrained(lender.folder(out) / "model").to(place)
     scale = recipe.arms[unit.arm].embedding_scale
     if scale is not None:
         rescale_embeddings(model, scale)

@@ -5,10 +5,26 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from keel.data import TaskData, TokenCorpus, load_corpus, load_tokenizer, tokenize_corpus, train_bpe
+from keel.data import (
+    MaskedCorpus,
+    TaskData,
+    TokenCorpus,
+    load_corpus,
+    load_tokenizer,
+    tokenize_corpus,
+    train_bpe,
+    with_mask_tokens,
+)
 from keel.data.languages import LANGUAGES
+from keel.encoder import DstgConfig, DstgForMaskedLM, count_parameters
 from keel.errors import KeelError, build_config
 from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
@@ -33,27 +49,36 @@ def load_tokens(recipe: Recipe) -> TokenCorpus:
     wanted = recipe.data.tokenizer
     assert wanted is not None
     corpus = load_corpus(recipe.data.corpus_config())
-    tokenizer = load_tokenizer(wanted.pretrained) if wanted.pretrained else train_bpe(corpus, wanted.bpe or 0)
-    return tokenize_corpus(corpus, tokenizer)
+    masking = recipe.data.masking
+    prepare = None if masking is None else with_mask_tokens
+    if wanted.pretrained:
+        tokenizer = load_tokenizer(wanted.pretrained, prepare)
+    else:
+        tokenizer = train_bpe(corpus, wanted.bpe or 0)
+        tokenizer = tokenizer if prepare is None else prepare(tokenizer)
+    tokens = tokenize_corpus(corpus, tokenizer)
+    return tokens if masking is None else MaskedCorpus.of(tokens, masking.rate)
 
 
 def build_model(
     recipe: Recipe, arm: str, seed: int, tokenizer: PreTrainedTokenizerBase, width: int | None = None
-) -> KeelForCausalLM:
-    """Return the untrained model of ``arm``; host and streams depend on ``seed`` alone.
+) -> KeelForCausalLM | DstgForMaskedLM:
+    """Return the untrained model of ``arm``; host and streams depend on ``seed`` alone. An encoder is the whole model.
 
     Args:
         width: the host's feed-forward size, from ``matched_widths``; None leaves the recipe's.
     Raises: KeelError for a checkpoint that cannot be loaded or does not fit the tokenizer.
     """
     torch.manual_seed(seed)
-    config = recipe.host_config()
+    config = recipe.host_config(arm)
     if config is None:
         host = _host_from_checkpoint(str(recipe.host["checkpoint"]), len(tokenizer))
     else:
         _set_vocabulary(config, tokenizer)
         if width is not None:
             setattr(config, _width_field(config), width)
+        if isinstance(config, DstgConfig):
+            return AutoModelForMaskedLM.from_config(config)
         host = AutoModelForCausalLM.from_config(config)
     streams = {
         name: stream_from_config(fields, f"arms.{arm}.streams.{name}")
@@ -70,13 +95,17 @@ def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[s
     config = recipe.host_config()
     if config is None or not recipe.match_parameters:
         return dict.fromkeys(recipe.trained_arms())
-    _set_vocabulary(config, tokenizer)
-    base = _width(config)
-    host, wider = _count_host(config, base), _count_host(config, base + 1)
-    shape = HostShape(hidden_size=config.hidden_size, num_layers=config.num_hidden_layers)
-    beside = {arm: _count_streams(recipe, arm, shape) for arm in recipe.trained_arms()}
-    most = max(beside.values())
-    return {arm: base + round((most - count) / (wider - host)) for arm, count in beside.items()}
+    configs = {arm: recipe.host_config(arm) for arm in recipe.trained_arms()}
+    totals, channels = {}, {}
+    for arm, config in configs.items():
+        assert config is not None
+        _set_vocabulary(config, tokenizer)
+        shape = HostShape(hidden_size=config.hidden_size, num_layers=config.num_hidden_layers)
+        host = _count_host(config, _width(config))
+        totals[arm] = host + _count_streams(recipe, arm, shape)
+        channels[arm] = _count_host(config, _width(config) + 1) - host
+    most = max(totals.values())
+    return {arm: _width(config) + round((most - totals[arm]) / channels[arm]) for arm, config in configs.items()}
 
 
 def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:
@@ -107,6 +136,9 @@ def _set_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
     config.vocab_size = len(tokenizer)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
+    if isinstance(config, DstgConfig):
+        ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        config.special_token_ids = [int(token) for token in ends if token is not None]
 
 
 def _width_field(config: PreTrainedConfig) -> str:
@@ -120,6 +152,8 @@ def _width(config: PreTrainedConfig) -> int:
 def _count_host(config: PreTrainedConfig, width: int) -> int:
     config = copy.deepcopy(config)
     setattr(config, _width_field(config), width)
+    if isinstance(config, DstgConfig):
+        return count_parameters(config)
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 

@@ -19,6 +19,7 @@ from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
 
+ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 
 
@@ -64,6 +65,7 @@ def _one_line(error: ValidationError) -> str:
 
 def _check(recipe: Recipe) -> None:
     """Refuse what single fields cannot see: unknown names inside open sections, fields that contradict each other."""
+    _check_masking(recipe)
     _check_data(recipe)
     _check_host(recipe)
     if len(set(recipe.seeds)) != len(recipe.seeds):
@@ -71,6 +73,7 @@ def _check(recipe: Recipe) -> None:
     _check_phases(recipe.phases, "phases")
     for name in recipe.arms:
         _check_arm(recipe, name)
+    _check_encoder(recipe)
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -83,9 +86,11 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
+    needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
-    has = "text" if task is None else "the task markov" if task.language == "markov" else "strings to complete"
+    text = "text" if recipe.data.masking is None else "masked text"
+    has = text if task is None else "the task markov" if task.language == "markov" else "strings to complete"
     for name, needed in needs.items():
         if getattr(recipe.evaluation, name) is not None and needed != has:
             raise KeelError(f"evaluation.{name}: is measured on {needed}, and data has {has}; remove one of the two")
@@ -121,15 +126,69 @@ def _check_host(recipe: Recipe) -> None:
             )
         return
     family = host["family"]
-    if family not in FAMILIES:
-        raise KeelError(f"host.family: unknown {family!r}; {suggest(str(family), FAMILIES)}")
+    known_families = {*FAMILIES, ENCODER}
+    if family not in known_families:
+        raise KeelError(f"host.family: unknown {family!r}; {suggest(str(family), known_families)}")
     if "vocab_size" in host:
         raise KeelError("host.vocab_size: the tokenizer says how many entries there are; remove this field")
+    _check_host_fields(family, host, "host")
+
+
+def _check_host_fields(family: str, fields: Mapping[str, Any], where: str) -> None:
     known = {name for name in dir(AutoConfig.for_model(family)) if not name.startswith("_")}
-    for field in host:
+    for field in fields:
         if field != "family" and field not in known:
             settings = {name for name in AutoConfig.for_model(family).to_dict() if not name.startswith("_")}
-            raise KeelError(f"host.{field}: unknown field of {family}; {suggest(field, settings)}")
+            raise KeelError(f"{where}.{field}: unknown field of {family}; {suggest(field, settings)}")
+
+
+def _check_masking(recipe: Recipe) -> None:
+    """Refuse an encoder without masked text, and masked text for anything else."""
+    family = recipe.host.get("family", "of a checkpoint")
+    if (family == ENCODER) != (recipe.data.masking is not None):
+        advice = "is an encoder, which learns from masked text; add data.masking"
+        raise KeelError(
+            f"data.masking: the host {family!r} " + (advice if family == ENCODER else "is no encoder; remove it")
+        )
+
+
+def _check_encoder(recipe: Recipe) -> None:
+    """Refuse what belongs to a language model where the host is an encoder."""
+    if recipe.data.masking is None:
+        return
+    if recipe.evaluation.gates is not None:
+        raise KeelError("evaluation.gates: an encoder has none; remove it")
+    for name, arm in recipe.arms.items():
+        given = [field for field in ("streams", "positions", "weights_of") if getattr(arm, field)]
+        if given:
+            raise KeelError(f"arms.{name}.{given[0]}: an encoder has none; say what differs in arms.{name}.host")
+        with _naming(f"arms.{name}.host"):
+            config = recipe.host_config(name)
+        assert config is not None
+        for phase in recipe.phases_of(name):
+            if phase.trainable != "all" or phase.label_smoothing or phase.stream_learning_rate is not None:
+                raise KeelError(
+                    f"arms.{name}, phase {phase.name!r}: trainable, label_smoothing and stream_learning_rate are not for encoders; "
+                    "remove them"
+                )
+        if config.position in ("dstg", "ap"):
+            _check_lengths(recipe, name, config.max_position_embeddings)
+
+
+def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
+    """Refuse what an encoder with a table of ``most`` positions is to read but cannot."""
+    read = {f"arms.{arm}, phase {phase.name!r}: window": phase.window for phase in recipe.phases_of(arm)}
+    wanted = recipe.evaluation
+    if wanted.masked is not None:
+        read["evaluation.masked.length:"] = wanted.masked.length
+    for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
+        if probe is not None:
+            read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2
+    for where, length in read.items():
+        if length > most:
+            raise KeelError(
+                f"{where} {length} is longer than host.max_position_embeddings {most}; shorten one or lengthen the other"
+            )
 
 
 def _check_phases(phases: Iterable[Phase], where: str) -> None:
@@ -143,6 +202,12 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     arm, where = recipe.arms[name], f"arms.{name}"
     if not _ARM_NAME.fullmatch(name):
         raise KeelError(f"{where}: an arm's name is also its folder: use a-z, 0-9 and _")
+    if arm.host and "checkpoint" in recipe.host:
+        raise KeelError(f"{where}.host: a checkpoint brings its own sizes; remove it, or give host.family instead")
+    if {"family", "vocab_size"} & set(arm.host):
+        raise KeelError(f"{where}.host: family and vocabulary are the same for all arms; remove them here")
+    if arm.host:
+        _check_host_fields(str(recipe.host["family"]), arm.host, f"{where}.host")
     for stream, fields in arm.stream_configs().items():
         _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:

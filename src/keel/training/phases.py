@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from keel.data import SlidingWindows, TaskData, TokenCorpus, TokenStream
+from keel.data import MaskedCorpus, SlidingWindows, TaskData, TokenCorpus, TokenStream
+from keel.encoder import DstgForMaskedLM
 from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
@@ -65,7 +66,7 @@ class TrainingReport:
 
 
 def train(
-    model: KeelForCausalLM,
+    model: KeelForCausalLM | DstgForMaskedLM,
     data: TokenCorpus | TaskData,
     phases: Sequence[Phase],
     *,
@@ -105,11 +106,13 @@ def train(
         )
         if not resume and settings.folder.exists() and _rank() == 0:
             shutil.rmtree(settings.folder)
-        model.trainable(phase.trainable)
-        trainer = PhaseTrainer(model, *_samples(data, phase), settings)
+        if isinstance(model, KeelForCausalLM):
+            model.trainable(phase.trainable)
+        trainer = PhaseTrainer(model, *_samples(data, phase, seed), settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
-    model.set_step(first_step)
+    if isinstance(model, KeelForCausalLM):
+        model.set_step(first_step)
     report = _report(arm, seed, phases, records, trainer)
     with one_line_on_full_disk(
         f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
@@ -162,17 +165,27 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _samples(data: TokenCorpus | TaskData, phase: Phase) -> tuple[Dataset[dict[str, Tensor]], list[dict[str, Tensor]]]:
+def _samples(
+    data: TokenCorpus | TaskData, phase: Phase, seed: int
+) -> tuple[Dataset[dict[str, Tensor]], list[dict[str, Tensor]]]:
     if isinstance(data, TaskData):
         valid = data.valid()
         return data.train(), [valid[index] for index in range(len(valid))]
+    if isinstance(data, MaskedCorpus):
+        # What is validated on is masked alike for all arms and seeds.
+        valid_windows = data.windows(data.valid, phase.window, phase.window, seed=0)
+        return data.windows(data.train, phase.window, phase.window_stride, seed), spread_out(valid_windows)
     train = SlidingWindows(data.train, phase.window, phase.window_stride)
     return train, validation_windows(data.valid, phase.window)
 
 
 def validation_windows(stream: TokenStream, length: int) -> list[dict[str, Tensor]]:
     """Return up to ``VALIDATION_WINDOWS`` windows, spread evenly over the stream and not overlapping."""
-    windows = SlidingWindows(stream, length, length)
+    return spread_out(SlidingWindows(stream, length, length))
+
+
+def spread_out(windows: Any) -> list[dict[str, Tensor]]:
+    """Return up to ``VALIDATION_WINDOWS`` of these windows, evenly spread."""
     count = min(VALIDATION_WINDOWS, len(windows))
     return [windows[index * len(windows) // count] for index in range(count)]
 
@@ -208,7 +221,8 @@ def _unsharded(model: Any) -> Any:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if _rank() != 0:
         return model
-    whole = KeelForCausalLM(copy.deepcopy(model.config))
+    whole_class = DstgForMaskedLM if isinstance(model, DstgForMaskedLM) else KeelForCausalLM
+    whole = whole_class(copy.deepcopy(model.config))
     whole.load_state_dict(weights)
     return whole
 

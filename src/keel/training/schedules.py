@@ -34,6 +34,7 @@ class BatchPlan:
         batch_size: windows a step, a multiple of ``accumulation`` × ``num_processes``.
         accumulation, num_processes: how a step's windows are cut up: first by micro-batch, then by process.
         seed: of the shuffles.
+        count_passes: indices go on counting through the passes, ``pass · num_windows + window``, for samples that differ by pass.
     """
 
     num_windows: int
@@ -42,6 +43,7 @@ class BatchPlan:
     accumulation: int = 1
     num_processes: int = 1
     seed: int = 0
+    count_passes: bool = False
 
     def micro_batch(self, step: int, part: int, rank: int) -> list[int]:
         """Return the windows of micro-batch ``part`` of ``step`` on process ``rank``."""
@@ -52,7 +54,8 @@ class BatchPlan:
     def window(self, entry: int) -> int:
         """Return the window at this place of the endless sequence."""
         passes, place = divmod(entry, self.num_windows)
-        return int(_order(self.num_windows, self.seed, passes)[place])
+        window = int(_order(self.num_windows, self.seed, passes)[place])
+        return passes * self.num_windows + window if self.count_passes else window
 
 
 @functools.lru_cache(maxsize=2)

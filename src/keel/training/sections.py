@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers import AutoConfig, PreTrainedConfig
 
+import keel.encoder  # noqa: F401 - makes "dstg" known to AutoConfig
 from keel.data.corpora import CorpusConfig
 from keel.errors import build_config, suggest
 from keel.positions import Positions
@@ -66,20 +67,30 @@ class Task(Section):
     valid_samples: Count = 256
 
 
+class Masking(Section):
+    """Masked language modelling, for an encoder: a ``rate`` of a window's tokens is replaced by [MASK] and to be guessed."""
+
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.2
+
+
 class Data(Section):
     """What the arms learn: text, with its ``tokenizer``, or a ``task``.
 
-    ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``.
+    ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``. With ``masking`` the text is not continued but filled in; the
+    windows of the phases then count [CLS] and [SEP].
     """
 
     corpus: dict[str, Any] | None = None
     tokenizer: Tokenizer | None = None
     task: Task | None = None
+    masking: Masking | None = None
 
     @model_validator(mode="after")
     def _text_or_task(self) -> Data:
         if self.task is None and (self.corpus is None or self.tokenizer is None):
             raise ValueError("give corpus and tokenizer (text), or task (a made-up language)")
+        if self.task is not None and self.masking is not None:
+            raise ValueError("masking is of text, and a task brings strings of its own: remove one of the two")
         if self.task is not None and (self.corpus is not None or self.tokenizer is not None):
             raise ValueError("a task brings its own strings and tokens: remove it, or corpus and tokenizer")
         return self
@@ -93,6 +104,7 @@ class Data(Section):
 class Arm(Section):
     """One competitor.
 
+    ``host`` has fields of the recipe's host that this arm has otherwise (an encoder's ``position``).
     ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
@@ -101,6 +113,7 @@ class Arm(Section):
     """
 
     label: str | None = None
+    host: dict[str, Any] = {}
     streams: dict[str, dict[str, Any]] = {}
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
@@ -279,6 +292,48 @@ class Support(Section):
     rank: Count = 64
 
 
+class Masked(Section):
+    """Loss and accuracy of masked tokens (``keel.evaluation.masked``), in windows that are masked alike for all arms and seeds.
+
+    Attributes:
+        length: tokens of a window, [CLS] and [SEP] included.
+        count: windows, spread evenly over the split.
+        split: ``valid`` or ``test``.
+        name: family of the metrics.
+    """
+
+    length: Annotated[int, Field(ge=4)]
+    count: Count
+    split: Literal["valid", "test"] = "test"
+    name: str = "mlm"
+
+
+class PositionProbe(Section):
+    """What linear probes read of positions from an encoder's states, by layer, and the shape of its position table.
+
+    Attributes:
+        documents: stretches of the test split (``keel.probes.positions``).
+        length: tokens of each, without [CLS] and [SEP].
+        divisions: how often the documents are divided anew into those to fit and those to test.
+    """
+
+    documents: Annotated[int, Field(ge=10)] = 500
+    length: Annotated[int, Field(ge=4)] = 510
+    divisions: Count = 5
+
+
+class Heads(Section):
+    """What the heads of an encoder listen to (``keel.probes.heads``).
+
+    Attributes:
+        documents: stretches of the test split.
+        length: tokens of each, without [CLS] and [SEP].
+    """
+
+    documents: Count = 500
+    length: Annotated[int, Field(ge=4)] = 510
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -327,6 +382,9 @@ class Evaluation(Section):
     blocks: Blocks | None = None
     robustness: Robustness | None = None
     support: Support | None = None
+    masked: Masked | None = None
+    position_probe: PositionProbe | None = None
+    heads: Heads | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
@@ -398,11 +456,12 @@ class Recipe(Section):
             given = {"original_length": original, "factor": max(1.0, length / original), **given}
         return build_config(Positions, given, f"arms.{arm}.positions")
 
-    def host_config(self) -> PreTrainedConfig | None:
-        """Return the configuration of a host that is made from scratch; None where it comes from a checkpoint."""
+    def host_config(self, arm: str | None = None) -> PreTrainedConfig | None:
+        """Return the configuration of a host that is made from scratch, of ``arm`` where one is named; None for a checkpoint's."""
         if "checkpoint" in self.host:
             return None
-        fields = {name: value for name, value in self.host.items() if name != "family"}
+        own = {} if arm is None else self.arms[self.arms[arm].weights_of or arm].host
+        fields = {name: value for name, value in {**self.host, **own}.items() if name != "family"}
         return AutoConfig.for_model(self.host["family"], **fields)
 
     def to_yaml(self) -> str:

@@ -33,6 +33,7 @@ from transformers.integrations import TensorBoardCallback
 
 from keel.data.languages.markov import kl_to_attention
 from keel.errors import KeelError
+from keel.model import KeelForCausalLM
 from keel.training.checkpoints import (
     close_checkpoint,
     newest_checkpoint,
@@ -111,7 +112,7 @@ class PhaseTrainer(Trainer):
     """``transformers.Trainer`` for one phase of one arm and seed.
 
     Args:
-        model: a KeelForCausalLM whose ``trainable`` is already set: the optimizer takes what needs gradients now.
+        model: a KeelForCausalLM whose ``trainable`` is already set (the optimizer takes what needs gradients now), or an encoder.
         train: windows, each {"input_ids", "labels"} of equal length, or samples of different lengths with an "attention_mask".
         valid: the same for the validation curve; all are scored at every point.
         settings: see PhaseSettings.
@@ -122,7 +123,7 @@ class PhaseTrainer(Trainer):
         self, model: nn.Module, train: Dataset[Any], valid: Sequence[dict[str, Tensor]], settings: PhaseSettings
     ) -> None:
         self.settings, self.phase, self.record = settings, settings.phase, PhaseRecord()
-        self.valid_windows = valid
+        self.valid_windows, self.has_streams = valid, isinstance(model, KeelForCausalLM)
         self._sums: dict[str, Tensor] = {}
         self._num_tokens: Tensor | int = 1
         self._last_point = 0
@@ -199,6 +200,7 @@ class PhaseTrainer(Trainer):
             accumulation=self.phase.accumulation,
             num_processes=self.args.world_size,
             seed=self.settings.seed,
+            count_passes=getattr(self.train_dataset, "varies_by_pass", False),
         )
         batches = PlannedBatches(plan, self.args.process_index)
         # A generator of its own: the loader must not draw from the one that dropout uses.
@@ -240,9 +242,10 @@ class PhaseTrainer(Trainer):
         if "attention_target" in inputs:
             loss, outputs = self._attention_loss(model, inputs, num_items_in_batch)
         else:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_tokens_in_batch=self._num_tokens)
+            for_streams = {"num_tokens_in_batch": self._num_tokens} if self.has_streams else {}
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **for_streams)
             loss = outputs.loss
-        named = {f"loss.{name}": value for name, value in (outputs.losses or {}).items()}
+        named = {f"loss.{name}": value for name, value in _losses(outputs).items()}
         self._add("nll", loss - sum(named.values()))
         for name, value in named.items():
             self._add(name, value)
@@ -263,7 +266,7 @@ class PhaseTrainer(Trainer):
         )
         target_BV = inputs["attention_target"]
         divergence = kl_to_attention(last_attention(outputs), target_BV) * len(target_BV)
-        return divergence / (num_rows or len(target_BV)) + sum((outputs.losses or {}).values()), outputs
+        return divergence / (num_rows or len(target_BV)) + sum(_losses(outputs).values()), outputs
 
     def _add(self, name: str, value: Tensor) -> None:
         value = value.detach().float()
@@ -402,7 +405,7 @@ class PhaseTrainer(Trainer):
                 else:
                     outputs = self.model(**batch, num_items_in_batch=targets)
                     loss = outputs.loss
-            total += float((loss - sum((outputs.losses or {}).values())) * targets)
+            total += float((loss - sum(_losses(outputs).values())) * targets)
             count += int(targets)
         self.model.train()
         return total / count
@@ -439,7 +442,8 @@ class _Events(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the streams' schedules."""
         trainer = self.trainer
-        trainer.accelerator.unwrap_model(trainer.model).set_step(trainer.settings.first_step + state.global_step)
+        if trainer.has_streams:
+            trainer.accelerator.unwrap_model(trainer.model).set_step(trainer.settings.first_step + state.global_step)
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -513,6 +517,11 @@ def _split(groups: list[dict[str, Any]], apart: set[int], **fields: float) -> li
     others = [{**group, "params": [p for p in group["params"] if id(p) not in apart]} for group in groups]
     own = [{**group, "params": [p for p in group["params"] if id(p) in apart], **fields} for group in groups]
     return [group for group in (*others, *own) if group["params"]]
+
+
+def _losses(outputs: Any) -> dict[str, Tensor]:
+    """The streams' named losses; an encoder has none."""
+    return getattr(outputs, "losses", None) or {}
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

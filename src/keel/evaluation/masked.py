@@ -1,0 +1,75 @@
+"""Masked language modelling on held-out text: the loss and accuracy of the tokens that were masked.
+
+Shapes: B windows of a batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.evaluation.items import ItemMetric
+
+_BATCH = 8
+
+
+def masked_scores(
+    model: nn.Module,
+    windows: Sequence[dict[str, Tensor]],
+    family: str,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> list[ItemMetric]:
+    """Score what an encoder guesses for masked tokens.
+
+    Args:
+        model: a masked language model that gives logits [B, T, V].
+        windows: {"input_ids", "labels"} of equal length, labels -100 but where masked; each is one item of the intervals.
+        family: of the metrics' names.
+        progress: called with the number of finished windows.
+    Returns: ``<family>.loss``, nats a masked token, and ``<family>.accuracy``, the share that was the likeliest.
+    Raises: KeelError for no windows.
+    """
+    if not windows:
+        raise KeelError(f"{family}: no windows to score; give more text or shorter windows")
+    nats: list[float] = []
+    hits: list[float] = []
+    counts: list[float] = []
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(windows), _BATCH):
+                batch = windows[start : start + _BATCH]
+                labels_BT = torch.stack([window["labels"] for window in batch]).to(device)
+                ids_BT = torch.stack([window["input_ids"] for window in batch]).to(device)
+                logits_BTV = model(input_ids=ids_BT).logits.float()
+                losses_BT = F.cross_entropy(logits_BTV.mT, labels_BT, reduction="none", ignore_index=-100)
+                nats += losses_BT.double().sum(dim=1).tolist()
+                hits += (logits_BTV.argmax(dim=-1) == labels_BT).double().sum(dim=1).tolist()
+                counts += labels_BT.ne(-100).double().sum(dim=1).tolist()
+                if progress is not None:
+                    progress(len(nats))
+    finally:
+        model.train(was_training)
+    return [
+        ItemMetric(
+            name=f"{family}.loss",
+            unit="nats a masked token",
+            higher_is_better=False,
+            numerators=tuple(nats),
+            denominators=tuple(counts),
+        ),
+        ItemMetric(
+            name=f"{family}.accuracy",
+            unit="share of tokens",
+            higher_is_better=True,
+            numerators=tuple(hits),
+            denominators=tuple(counts),
+        ),
+    ]
