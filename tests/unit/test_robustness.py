@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from keel.errors import KeelError
 from keel.evaluation import robustness as module
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.robustness import Perturbation, perturb, rescale_embeddings, robustness, subsampled
+from keel.evaluation.selective import calibration_terms, risk_coverage, risk_terms, selective
 from keel.evaluation.support import (
     cumulative_share,
     effective_size,
@@ -208,3 +210,51 @@ def test_a_model_is_measured_under_its_own_prior_and_a_fresh_one() -> None:
 def test_no_windows_to_look_at() -> None:
     with pytest.raises(keel.KeelError, match="no windows"):
         support_tokens(make_model(), None, [], rank=4)
+
+
+# -- sure and wrong ---------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_is_the_textbooks() -> None:
+    confidence = np.array([0.95, 0.9, 0.55, 0.6, 0.1, 0.0, 1.0])
+    correct = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    expected = 0.0
+    for low in np.arange(15) / 15:
+        inside = (confidence > low) & (confidence <= low + 1 / 15) | ((low == 0) & (confidence == 0))
+        if inside.any():
+            expected += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+    assert calibration_terms(confidence, correct).mean() == pytest.approx(expected)
+    assert calibration_terms(correct, correct).mean() == 0
+
+
+def test_area_under_the_risk_coverage_curve_is_the_textbooks() -> None:
+    rng = np.random.default_rng(0)
+    score, wrong = rng.permutation(50).astype(float), (rng.random(50) < 0.3).astype(float)
+    assert risk_terms(score, wrong).mean() == pytest.approx(risk_coverage(score, wrong).mean())
+    best, worst = risk_terms(-wrong, wrong).mean(), risk_terms(wrong, wrong).mean()
+    assert best < risk_terms(score, wrong).mean() < worst
+    assert risk_terms(np.zeros(50), wrong).mean() == pytest.approx(wrong.mean()), "no score at all is the error rate"
+    order = rng.permutation(50)
+    tied = np.round(score / 10)
+    assert risk_terms(tied[order], wrong[order]).mean() == pytest.approx(risk_terms(tied, wrong).mean())
+
+
+def test_predictions_of_a_model() -> None:
+    model, windows = make_model(), make_windows()
+    found = by_name(selective(model, model.streams["margin"], windows))
+    assert set(found) == {"ece", "aurc@max_probability", "aurc@entropy", "aurc@barrier"}
+    ids = torch.stack([window.ids for window in windows])
+    with torch.no_grad():
+        output = model(ids[:, :-1], collect_signals=True)
+    probabilities = torch.softmax(output.logits.double(), -1)
+    surest = probabilities.max(-1)
+    wrong = (surest.indices != ids[:, 1:]).double().flatten().numpy()
+    assert 0 < wrong.mean() < 1
+    sure = surest.values.flatten().numpy()
+    assert found["ece"].value == pytest.approx(calibration_terms(sure, 1 - wrong).mean(), rel=1e-4)
+    assert found["aurc@max_probability"].value == pytest.approx(risk_terms(sure, wrong).mean(), rel=1e-4)
+    entropy = torch.special.entr(probabilities).sum(-1).flatten().numpy()
+    assert found["aurc@entropy"].value == pytest.approx(risk_terms(-entropy, wrong).mean(), rel=1e-4)
+    barrier = output.signals["margin.barrier"].flatten().double().numpy()
+    assert found["aurc@barrier"].value == pytest.approx(risk_terms(-barrier, wrong).mean(), rel=1e-3)
+    assert "aurc@barrier" not in by_name(selective(model, None, windows))

@@ -81,7 +81,7 @@ def support_tokens(
     for name, each in (("", prior), ("random", fresh)):
         if each is None:
             continue
-        parts = [_barriers(each, embed(row[None].to(device))) for row in ids_NT]
+        parts = [barriers(each, embed(row[None].to(device))) for row in ids_NT]
         barriers_NT = torch.cat([part[0] for part in parts]).cpu()
         signs_NT = torch.cat([part[1] for part in parts]).cpu()
         curves[name or "learned"] = cumulative_share(support_weights(barriers_NT)).tolist()
@@ -104,7 +104,8 @@ def support_tokens(
 
 
 @torch.inference_mode()
-def _barriers(prior: MarginPrior, embeddings_1TD: Tensor) -> tuple[Tensor, Tensor]:
+def barriers(prior: MarginPrior, embeddings_1TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every token's barrier ``-log|det|`` and the sign of its determinant [1, T], from the embeddings of a whole window."""
     queries_1TR, keys_1TR = prior.project(embeddings_1TD)
     length, width = embeddings_1TD.shape[1:]
     includes = prior.config.include_self

@@ -19,6 +19,7 @@ from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
 from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
+from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
@@ -197,14 +198,30 @@ def _robustness(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _prior(subject: Subject) -> MarginPrior | None:
+    priors = (stream for stream in subject.model.wires.streams.values() if isinstance(stream, MarginPrior))
+    return next(priors, None)
+
+
+def _selective(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.selective
+    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    return selective(
+        subject.model,
+        _prior(subject),
+        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        device=subject.device,
+        progress=lambda done: subject.tell("sure and wrong predictions", done, wanted.windows),
+    )
+
+
 def _support(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.support
     assert wanted is not None and isinstance(subject.data, TokenCorpus)
     subject.tell("support tokens", 0, 1)
-    priors = [stream for stream in subject.model.wires.streams.values() if isinstance(stream, MarginPrior)]
     found = support_tokens(
         subject.model,
-        priors[0] if priors else None,
+        _prior(subject),
         evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
         rank=wanted.rank,
         device=subject.device,
@@ -259,6 +276,7 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "blocks": _blocks,
     "robustness": _robustness,
     "support": _support,
+    "selective": _selective,
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,

@@ -26,6 +26,8 @@ _QUANTITIES = {
     "embedding_rms": "root mean square of the embeddings",
 }
 _WORDS = {
+    "aurc": "AURC",
+    "ece": "ECE",
     "ppl": "perplexity",
     "bpb": "bits per byte",
     "alpha": "α",

@@ -292,6 +292,20 @@ class Support(Section):
     rank: Count = 64
 
 
+class Selective(Section):
+    """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text.
+
+    Attributes:
+        windows: stretches of the split, without overlap.
+        length: tokens of each.
+        split: ``valid`` or ``test``.
+    """
+
+    windows: Count = 64
+    length: Annotated[int, Field(ge=2)] = 256
+    split: Literal["valid", "test"] = "valid"
+
+
 class Masked(Section):
     """Loss and accuracy of masked tokens (``keel.evaluation.masked``), in windows that are masked alike for all arms and seeds.
 
@@ -382,6 +396,7 @@ class Evaluation(Section):
     blocks: Blocks | None = None
     robustness: Robustness | None = None
     support: Support | None = None
+    selective: Selective | None = None
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
