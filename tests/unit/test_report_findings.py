@@ -153,8 +153,8 @@ def test_several_measurements_are_counted_in_the_headline_and_told_one_by_one() 
     result = verdict(make_dyck())
     assert result.status == "mixed"
     assert result.headline == (
-        "Of 3 measurements, the stream helped in 2 (Dyck structural accuracy and Dyck exact match) and did not help in 1 "
-        "(Markov L1)."
+        "Of 5 measurements, the stream helped in 4 (Dyck structural accuracy, Dyck exact match, Dyck structural accuracy at length "
+        "100 and Dyck structural accuracy at depth 8) and did not help in 1 (Markov L1)."
     )
     accuracy, exact, l1, alpha = result.sentences[:4]
     assert accuracy.startswith(
@@ -188,7 +188,8 @@ def test_without_paired_comparisons_other_measurements_rest_on_their_intervals()
 def test_a_single_comparison_is_the_headline_and_the_others_follow_it() -> None:
     arms = {name: (label, streams, dict(means)) for name, (label, streams, means) in DYCK.items()}
     for _, _, means in arms.values():
-        del means["dyck.exact_match"], means["markov.l1"]
+        for metric in [name for name in means if name in ("dyck.exact_match", "markov.l1") or "accuracy@" in name]:
+            del means[metric]
     result = verdict(make_dyck().model_copy(update={"arms": make_measured(arms).arms}))
     assert result.status == "helped" and result.headline.startswith("In Dyck structural accuracy the stream helped")
     assert result.sentences[0].startswith("The paper has Dyck structural accuracy 0.5420 for RoPE")
@@ -436,3 +437,16 @@ def test_the_lead_along_training_says_where_it_was_largest(theirs: list[float], 
         data["arms"][arm]["curves"] = {"validation perplexity": curve}
     text = " ".join(verdict(Results.model_validate(data)).sentences)
     assert f"at the last{says}." in text
+
+
+def test_arms_that_lack_seeds_are_named() -> None:
+    results = make_dyck()
+    assert not any("Not finished" in sentence for sentence in verdict(results).sentences)
+    arm = results.arms["structural"]
+    metrics = {
+        name: metric.model_copy(update={"values": [metric.values[0], *[None] * (len(metric.values) - 1)]})
+        for name, metric in arm.metrics.items()
+    }
+    partial = {**results.arms, "structural": arm.model_copy(update={"metrics": metrics})}
+    sentences = verdict(results.model_copy(update={"arms": partial})).sentences
+    assert any(s.startswith("Not finished: RoPE + structural stream has 1 of 3 seeds;") for s in sentences)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.evaluation.results import Curve, Results
+from keel.evaluation.results import Curve, Metric, Results
 from keel.report.contrasts import (
     Contrast,
     contrast,
@@ -300,6 +300,10 @@ def _parameter_sentences(results: Results, arm: str, peer: str) -> list[str]:
     return [f"Parameters are {matched} {difference}: {both}."]
 
 
+def _num_seeds(metric: Metric) -> int:
+    return sum(value is not None for value in metric.values)
+
+
 def _cautions(results: Results, *, several: bool) -> list[str]:
     num_seeds, num_documents = len(results.provenance.seeds), results.provenance.documents
     cautions = (
@@ -311,6 +315,13 @@ def _cautions(results: Results, *, several: bool) -> list[str]:
         cautions.append("One seed: intervals are over documents alone and say nothing about another initialisation.")
     elif num_seeds < 5:
         cautions.append(f"{num_seeds} seeds: the spread between seeds is itself uncertain.")
+    partial = [
+        f"{arm.label} has {done} of {num_seeds} seeds"
+        for arm in results.arms.values()
+        if arm.metrics and (done := max(_num_seeds(metric) for metric in arm.metrics.values())) < num_seeds
+    ]
+    if partial:
+        cautions.append(f"Not finished: {joined(partial)}; comparisons are over the seeds that both have.")
     if num_documents is not None and num_documents < FEW_DOCUMENTS:
         cautions.append(f"The evaluation text holds {num_documents} documents: intervals over so few are too narrow.")
     return cautions

@@ -176,15 +176,26 @@ def lengths_of(results: Results, quantity: str) -> list[int]:
     return [int(value) for group in groups for value in group.values]
 
 
+def _is_headline(group: Group, leading: dict[str, str]) -> bool:
+    """Whether the verdict speaks of a group's hardest condition; ``leading`` is the first metric without one, by family."""
+    if group.kind in (None, "layer", ""):
+        return False
+    family = group.quantity.split(".")[0]
+    return leading.get(family, group.quantity) == group.quantity
+
+
 def primary_metrics(results: Results) -> list[str]:
     """Return the metrics that the verdict speaks of.
 
-    They are perplexity at the greatest length, where it was measured over lengths, and all metrics without a condition; in
-    a file that has neither, the last metric of every group.
+    They are perplexity at the greatest length, where it was measured over lengths; all metrics without a condition; and at the hardest
+    condition of every kind (the greatest length, depth, noise) what comes first of its family, or whose family has conditions alone.
+    In a file that has neither of the first two, the last metric of every group.
     """
-    lengths = lengths_of(results, "ppl")
-    primary = [f"ppl@{length}" for length in lengths[-1:]] + single_metrics(results)
-    primary = primary or [group.metrics[-1] for group in groups_of(results)]
+    lengths, singles, groups = lengths_of(results, "ppl"), single_metrics(results), groups_of(results)
+    leading = {name.split(".")[0]: name for name in reversed(singles)}
+    hardest = [group.metrics[-1] for group in groups if singles and _is_headline(group, leading)]
+    primary = [f"ppl@{length}" for length in lengths[-1:]] + singles + hardest
+    primary = primary or [group.metrics[-1] for group in groups]
     return [metric for metric in primary if unit_of(results, metric)[1] is not None]
 
 
