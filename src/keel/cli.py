@@ -298,13 +298,16 @@ class Probe(StrEnum):
     geometry = "geometry"
     span = "span"
     gates = "gates"
+    support = "support"
 
 
 @app.command()
 def probe(
     what: Annotated[
         Probe,
-        typer.Argument(help="geometry: what the stream writes; span: how far attention reaches; gates: against depth."),
+        typer.Argument(
+            help="geometry: what the stream writes; span: attention's reach; gates: against depth; support: tokens that press."
+        ),
     ],
     checkpoints: Annotated[
         list[str], typer.Argument(help="A Keel checkpoint; for span several, hosts too.", metavar="CHECKPOINT...")
@@ -324,6 +327,8 @@ def probe(
     Example:  keel probe span runs/demo/rope/seed0/model runs/demo/structural/seed0/model --length 256 --length 2048
 
     Example:  keel probe gates runs/s_former/dyck.small/fusion/seed0/model --sequences 500
+
+    Example:  keel probe support runs/support_tokens/robustness.small/margin_005/seed0/model --sequences 4
     """
     from keel import probing
 
@@ -339,6 +344,8 @@ def probe(
             table = probing.probe_gates(checkpoints[0], out_dir, **common)
         elif what is Probe.span:
             table = probing.probe_spans(checkpoints, corpus, out_dir, lengths=length, **common)
+        elif what is Probe.support:
+            table = probing.probe_support(checkpoints[0], corpus, out_dir, length=length[-1], **common)
         else:
             table = probing.probe_geometry(checkpoints[0], corpus, out_dir, length=length[-1], **common)
     out.print(table)

@@ -14,11 +14,16 @@ from keel.data import CorpusConfig, read_documents
 from keel.data.languages import Dyck
 from keel.data.languages.dyck import depths
 from keel.errors import KeelError
+from keel.evaluation.support import TOP, barriers, support_tokens, support_weights
+from keel.files import write_atomically
 from keel.model import KeelForCausalLM
 from keel.pretrained import load_model, load_tokenizer
 from keel.probes.attention_span import run_span, span_table
 from keel.probes.gates import run_gates
 from keel.probes.geometry import run_geometry
+from keel.probes.output import Line, line_figure, write_table
+from keel.probes.tokens import ShadedRow, token_page
+from keel.streams import MarginPrior
 
 
 def probe_geometry(
@@ -51,6 +56,53 @@ def probe_gates(checkpoint: str, out: Path, *, sequences: int, device: str | Non
     ids = [torch.tensor([*start, *tokenizer.convert_tokens_to_ids(list(word))]) for word in words]
     levels = [torch.tensor([0] * len(start) + depths(word)) for word in words]
     return run_gates(model, ids, levels, out).table()
+
+
+def probe_support(checkpoint: str, corpus: str, out: Path, *, length: int, sequences: int, device: str | None) -> Table:
+    """Show which tokens carry the barrier of a checkpoint's margin prior (``keel.evaluation.support``): shares beside those of a fresh
+    prior, the curves of support tokens' Fig. 7.6, and the text itself, shaded (``tokens.html``).
+    """
+    model, tokenizer = _with_streams(checkpoint, device), load_tokenizer(checkpoint)
+    prior = next((stream for stream in model.wires.streams.values() if isinstance(stream, MarginPrior)), None)
+    if prior is None:
+        raise KeelError(f"checkpoint {checkpoint} has no margin prior; give one trained with the stream 'margin'")
+    rows_NT = text_rows(checkpoint, corpus, length, sequences)
+    found = support_tokens(model, prior, rows_NT, rank=prior.left.shape[0], device=_place(device))
+    embed = model.get_input_embeddings()
+    barriers_NT = torch.cat([barriers(prior, embed(row[None].to(_place(device))))[0] for row in rows_NT]).cpu()
+    shown = [_shaded(tokenizer, *row, index) for index, row in enumerate(zip(rows_NT, barriers_NT, strict=True))]
+    title = "Support tokens"
+    note = (
+        f"Darker: more of the window's barrier, −log|det|. Framed: the {TOP} tokens that press most. Point at a token for its barrier, in "
+        "nats; a negative one does not press."
+    )
+    write_atomically(out / "tokens.html", token_page(title, note, shown).encode())
+    ranks = [float(rank) for rank in range(1, length + 1)]
+    lines = [Line(label=name, x=ranks, y=curve) for name, curve in found.curves.items()]
+    figure = line_figure(
+        lines, name="support", title="Share of the barrier in the heaviest tokens", caption="Mean over rows.",
+        x_label="tokens, heaviest first", y_label="share", ticks=[1, length // 4, length // 2, length],
+    )  # fmt: skip
+    write_table(out, {metric.name: metric.value for metric in found.metrics}, [figure], "support")
+    table = Table("measure", "learned", "fresh prior")
+    values = {metric.name: metric.value for metric in found.metrics}
+    for name in [name for name in values if "@" not in name]:
+        table.add_row(
+            name.removeprefix("support.").replace("_", " "), f"{values[name]:.4g}", f"{values[f'{name}@random']:.4g}"
+        )
+    return table
+
+
+def _shaded(tokenizer: Any, ids_T: Tensor, barriers_T: Tensor, index: int) -> ShadedRow:
+    weights_T = support_weights(barriers_T[None])[0]
+    pieces = tokenizer.batch_decode(ids_T.unsqueeze(1), clean_up_tokenization_spaces=False)
+    return ShadedRow(
+        heading=f"Row {index + 1}",
+        pieces=pieces,
+        shades=(weights_T / weights_T.max()).sqrt().tolist(),
+        notes=[f"{value:.3f}" for value in barriers_T.tolist()],
+        marked=frozenset(weights_T.topk(min(TOP, len(weights_T))).indices.tolist()),
+    )
 
 
 def text_rows(checkpoint: str, corpus: str, length: int, sequences: int) -> Tensor:

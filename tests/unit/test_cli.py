@@ -233,6 +233,7 @@ BAD_CALLS: dict[str, tuple[str, str]] = {
     "several reports to nowhere": ("report {text} {text}", "--out"),
     "a probe of a bare host": ("probe geometry {host} --corpus {text}", "has no streams to look at"),
     "a probe of too little text": ("probe geometry {keel} --corpus {short}", "too few for 16 rows of 256"),
+    "support without a prior": ("probe support {keel} --corpus {text}", "has no margin prior"),
     "geometry of two": ("probe geometry {keel} {keel}", "it takes one, only span compares several"),
 }
 
@@ -553,5 +554,12 @@ def test_probes_print_a_table_and_leave_figures(run_keel: Keel, keel_checkpoint:
         assert says in ended.out
         assert json.loads(Path(words[0], "table.json").read_text())["schema"] == "keel.probe/1"
         assert list(Path(words[0]).glob("*.svg")) and list(Path(words[0]).glob("*.png"))
+    bare, tokenizer = AutoModelForCausalLM.from_pretrained(host), AutoTokenizer.from_pretrained(host)
+    with_prior = save(keel.attach(bare, keel.MarginPrior(rank=4)), tokenizer, Path("prior"))
+    ended = run_keel("probe", "support", with_prior, *few, "--out", "support")
+    assert ended.code == 0, ended.err
+    assert "effective size" in ended.out and Path("support", "table.json").is_file()
+    page = Path("support", "tokens.html").read_text(encoding="utf-8")
+    assert page.count("<h2>") == 2 and page.count('class="marked"') == 10
     again = run_keel("probe", "gates", keel_checkpoint, "--out", "gates")
     assert again.code == 2 and "already holds a probe" in again.err

@@ -28,6 +28,7 @@ from keel.evaluation.support import (
     support_weights,
     top_share,
 )
+from keel.probes.tokens import ShadedRow, token_page
 
 VOCABULARY, LENGTH = 40, 12
 
@@ -188,9 +189,9 @@ def test_a_model_is_measured_under_its_own_prior_and_a_fresh_one() -> None:
     prior = model.streams["margin"]
     with torch.no_grad():
         prior.left.mul_(2)
-    found = support_tokens(model, prior, windows, rank=4)
-    metrics = {metric.name: metric for metric in found.metrics}
     ids = torch.stack([window.ids for window in windows])
+    found = support_tokens(model, prior, ids, rank=4)
+    metrics = {metric.name: metric for metric in found.metrics}
     with torch.no_grad():
         barrier = model(ids, collect_signals=True).signals["margin.barrier"]
     assert metrics["support.barrier"].value == pytest.approx(barrier.mean().item(), abs=1e-5)
@@ -202,14 +203,14 @@ def test_a_model_is_measured_under_its_own_prior_and_a_fresh_one() -> None:
     assert set(found.curves) == {"learned", "random"}
     assert found.curves["learned"][-1] == pytest.approx(1)
     before = torch.random.get_rng_state()
-    again = support_tokens(model, None, windows, rank=4)
+    again = support_tokens(model, None, ids, rank=4)
     assert torch.equal(torch.random.get_rng_state(), before), "looking moves the random state"
     assert set(again.curves) == {"random"}
 
 
 def test_no_windows_to_look_at() -> None:
     with pytest.raises(keel.KeelError, match="no windows"):
-        support_tokens(make_model(), None, [], rank=4)
+        support_tokens(make_model(), None, torch.zeros(0, 4, dtype=torch.long), rank=4)
 
 
 # -- sure and wrong ---------------------------------------------------------------------------------------------------------
@@ -258,3 +259,13 @@ def test_predictions_of_a_model() -> None:
     barrier = output.signals["margin.barrier"].flatten().double().numpy()
     assert found["aurc@barrier"].value == pytest.approx(risk_terms(-barrier, wrong).mean(), rel=1e-3)
     assert "aurc@barrier" not in by_name(selective(model, None, windows))
+
+
+def test_the_page_of_tokens_shows_shades_marks_and_no_markup_of_the_text() -> None:
+    row = ShadedRow(
+        heading="Row <1>", pieces=["a<b", " c\n"], shades=[1.0, 0.5], notes=["2.0", "-1"], marked=frozenset({0})
+    )
+    page = token_page("Title & more", "A note", [row])
+    assert '<i class="marked" style="--s:85" title="2.0">a&lt;b</i>' in page
+    assert '<i style="--s:42" title="-1"> c⏎\n</i>' in page
+    assert "Row &lt;1&gt;" in page and "Title &amp; more" in page and "http" not in page

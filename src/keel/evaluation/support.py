@@ -9,13 +9,11 @@ Shapes: N windows, T tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.robustness import EmbeddedModel
@@ -59,21 +57,20 @@ class SupportTokens(NamedTuple):
 
 
 def support_tokens(
-    model: EmbeddedModel, prior: MarginPrior | None, windows: Sequence[Segment], *, rank: int, device: str = "cpu"
+    model: EmbeddedModel, prior: MarginPrior | None, ids_NT: Tensor, *, rank: int, device: str = "cpu"
 ) -> SupportTokens:
     """Measure how concentrated the barrier is, under a learned prior and a freshly initialised one on the same embeddings.
 
     Args:
         prior: the model's own, None for a model without one.
-        windows: of one length; each is one item.
+        ids_NT: token ids of windows; each window is one item.
         rank: of the fresh prior's coupling where there is none of the model's.
     Returns: ``support.top5_share``, ``support.effective_size``, ``support.crossings`` (share of tokens beyond the boundary) and
         ``support.barrier`` (mean of -log|det|); for the fresh prior with ``@random``; under the other reading with ``@softmax``.
     Raises: KeelError for no windows.
     """
-    if not windows:
+    if not len(ids_NT):
         raise KeelError("support: no windows to look at; give more text or shorter windows")
-    ids_NT = torch.stack([window.ids for window in windows])
     embed = model.get_input_embeddings()
     metrics: list[ItemMetric] = []
     curves = {}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from keel.data import CorpusConfig, MaskedCorpus, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
@@ -219,10 +221,11 @@ def _support(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.support
     assert wanted is not None and isinstance(subject.data, TokenCorpus)
     subject.tell("support tokens", 0, 1)
+    windows = evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows)
     found = support_tokens(
         subject.model,
         _prior(subject),
-        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        torch.stack([window.ids for window in windows]),
         rank=wanted.rank,
         device=subject.device,
     )
