@@ -101,7 +101,7 @@ def _shaded(tokenizer: Any, ids_T: Tensor, barriers_T: Tensor, index: int) -> Sh
         pieces=pieces,
         shades=(weights_T / weights_T.max()).sqrt().tolist(),
         notes=[f"{value:.3f}" for value in barriers_T.tolist()],
-        marked=frozenset(weights_T.topk(min(TOP, len(weights_T))).indices.tolist()),
+        marked=frozenset(t for t in weights_T.topk(min(TOP, len(weights_T))).indices.tolist() if barriers_T[t] > 0),
     )
 
 

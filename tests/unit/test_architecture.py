@@ -37,6 +37,7 @@ FLOORS = {
     "evaluation": 3,
     "probes": 3,
     "pretrained": 3,
+    "decoding": 3,
     "report": 4,
     "experiment": 4,
     "trial": 4,

