@@ -176,7 +176,7 @@ class _BiasedAttention(torch.autograd.Function):
         for rows in _groups(query):
             with torch.enable_grad():
                 bias = _bias_of(ctx.layout, learned[0], learned[1] if special_H3 is not None else None, rows)
-            chance = _softmax(torch.matmul(query[rows] * ctx.scale, key[rows].mT), bias.detach())
+            chance = _chance(query[rows] * ctx.scale, key[rows], bias.detach())
             gradients[2][rows] = chance.mT @ gradient_BHTV[rows]
             logit = (gradient_BHTV[rows] @ value[rows].mT).sub_(delta_BHT1[rows]).mul_(chance)
             gradients[0][rows] = (logit @ key[rows]).mul_(ctx.scale)
@@ -195,8 +195,16 @@ def _bias_of(layout: Layout, distance_HTT: Tensor, special_H3: Tensor | None, ro
     return distance_HTT[None] if special_H3 is None else layout.bias(distance_HTT, special_H3, rows)
 
 
-def _softmax(logit_GHTT: Tensor, bias_GHTT: Tensor) -> Tensor:
-    return torch.softmax(logit_GHTT.to(bias_GHTT.dtype).add_(bias_GHTT), dim=-1).to(logit_GHTT.dtype)
+def _chance(query_GHTK: Tensor, key_GHTK: Tensor, bias_GHTT: Tensor) -> Tensor:
+    """Return the attention of some rows, [G, H, T, T]; the bias may have one row for all."""
+    if query_GHTK.dtype != bias_GHTT.dtype:  # under autocast: the logits are added up in the bias' precision
+        logits = (query_GHTK @ key_GHTK.mT).to(bias_GHTT.dtype).add_(bias_GHTT)
+        return torch.softmax(logits, dim=-1).to(query_GHTK.dtype)
+    bias = bias_GHTT.expand(len(query_GHTK), -1, -1, -1).flatten(0, 1)
+    logits = torch.baddbmm(
+        bias, query_GHTK.flatten(0, 1), key_GHTK.flatten(0, 1).mT
+    )  # the sum costs no pass of its own
+    return torch.softmax(logits, dim=-1).view(len(query_GHTK), *bias_GHTT.shape[1:])
 
 
 def _groups(query_BHTK: Tensor) -> list[slice]:
