@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from keel.streams.dynamic_state.config import DynamicStateConfig
@@ -63,11 +62,12 @@ def norm(vector: Tensor) -> Tensor:
 
 def temporal_core(gates_B3K: Tensor, weights: StepWeights, state_BK: Tensor, tpc_BK: Tensor) -> Tensor:
     """Advance the temporal persistence core by one token: TPC_t = GRU([h, s, r], TPC_{t-1}) (§2.2), [B, K]."""
+    size = tpc_BK.shape[-1]
     from_input_B3K = torch.addmm(gates_B3K, state_BK, weights.state_3KK.T)
     from_tpc_B3K = torch.addmm(weights.tpc_bias_3K, tpc_BK, weights.tpc_3KK.T)
-    new_x, new_c = from_input_B3K.chunk(3, -1)[2], from_tpc_B3K.chunk(3, -1)[2]
     reset, update, _ = torch.sigmoid(from_input_B3K + from_tpc_B3K).chunk(3, -1)
-    return torch.lerp(torch.tanh(torch.addcmul(new_x, reset, new_c)), tpc_BK, update)
+    new = torch.addcmul(from_input_B3K[:, 2 * size :], reset, from_tpc_B3K[:, 2 * size :])
+    return torch.lerp(torch.tanh(new), tpc_BK, update)
 
 
 def coherence(from_hidden: Tensor, weights: StepWeights, tpc: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def continuity(reading: str, tpc: Tensor, tpc_norm: Tensor, before: Tensor) -> T
 def substrate_stability(reading: str, weight_R: Tensor, bias: Tensor, telemetry: Tensor) -> Tensor:
     """Return S from the features of telemetry [..., R]: exp(-softplus(w·v + b)) (§7.4) or sigmoid(w·v + b) (§10.8), in (0, 1)."""
     instability = (telemetry * weight_R).sum(-1, keepdim=True) + bias
-    return torch.sigmoid(instability) if reading == "sigmoid" else torch.exp(-F.softplus(instability))
+    # exp(-softplus(z)) = 1 / (1 + exp(z)) = sigmoid(-z), in fewer calls
+    return torch.sigmoid(instability if reading == "sigmoid" else -instability)
 
 
 def direction(weights: StepWeights, tpc: Tensor) -> Tensor:
@@ -112,7 +113,8 @@ def direction(weights: StepWeights, tpc: Tensor) -> Tensor:
 
 def integrate(retention: float, signals: Signals, state: Tensor, direction: Tensor) -> Tensor:
     """Return s_{t+1} = S T (alpha s_t + (1 - alpha) x_t u_t) (§6.5)."""
-    return signals.substrate * signals.continuity * (retention * state + (1 - retention) * signals.update * direction)
+    mixed = torch.lerp(state, signals.update * direction, 1 - retention)
+    return mixed * (signals.substrate * signals.continuity)
 
 
 def signals_of(

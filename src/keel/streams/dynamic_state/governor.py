@@ -33,6 +33,8 @@ FAILURES = (
 # brings it to 2 w. A collapsed substrate is enough at once; noise, coherence and explosion after four tokens; a fixed point never.
 SEVERITY = (1.0, 0.25, 0.5, 0.5, 0.25, 0.5, 0.0, 0.5)
 DECAY = 0.5
+# By which power of two each detected failure divides what is taken up: one for noise (§12.5) and for broken alignment (§12.6).
+SLOWING = (0.0, 0.0, 0.0, -1.0, -1.0, 0.0, 0.0, 0.0)
 
 
 class Mode(IntEnum):
@@ -57,7 +59,7 @@ class SafeguardConfig:
         change_least: a state that moves less than this is frozen (§12.8), and is nudged.
         patience: tokens that alignment, and alignment with continuity (§12.9), must fail in a row to be detected; a fixed point
             twice as many. The other modes are detected at the first token.
-        instability_most: governor's threshold, see ``SEVERITY``.
+        instability_most: governor's threshold, above 0 and at most 2.5, see ``SEVERITY``.
         cooldown: K of §12.10, stable tokens before a row takes part again.
     """
 
@@ -76,6 +78,12 @@ class SafeguardConfig:
         if self.patience < 1 or self.cooldown < 1:
             raise KeelError(
                 f"safeguards: patience={self.patience}, cooldown={self.cooldown}; give at least one token each"
+            )
+        if (
+            not 0 < self.instability_most <= 2.5
+        ):  # a token that is not a number brings 2.75 at once, and must never get through
+            raise KeelError(
+                f"safeguards: instability_most={self.instability_most}; give a threshold above 0 and at most 2.5"
             )
         if not 0 <= self.change_least < self.change_most:
             raise KeelError(
@@ -130,6 +138,7 @@ class Detectors(NamedTuple):
     thresholds_F: Tensor
     patience_F: Tensor
     severity_F1: Tensor
+    slowing_F1: Tensor
 
 
 def _margins() -> list[list[float]]:
@@ -145,7 +154,8 @@ def _margins() -> list[list[float]]:
 def detectors(config: SafeguardConfig, dtype: torch.dtype, device: torch.device) -> Detectors:
     """Return the thresholds as tensors, made once."""
     with torch.inference_mode(False):
-        values = _margins(), config.thresholds(), config.patiences(), [[weight] for weight in SEVERITY]
+        severity, slowing = ([[weight] for weight in weights] for weights in (SEVERITY, SLOWING))
+        values = _margins(), config.thresholds(), config.patiences(), severity, slowing
         return Detectors(*(torch.tensor(value, dtype=dtype, device=device) for value in values))
 
 

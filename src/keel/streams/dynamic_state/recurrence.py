@@ -122,11 +122,16 @@ def _forward_steps(
     sigmoids = gates[..., size : 3 * size].unbind(0)
     from_tpc, resets, updates, news = (part.unbind(0) for part in gates.split(size, -1))
     gate_steps = gates.unbind(0)
-    coherences, cosines, continuities = (number.unbind(0) for number in numbers.unbind(1))
+    coherences, _, continuities = (number.unbind(0) for number in numbers.unbind(1))
+    # Inner products of a TPC with the row before it; of those with the TPC before and with the query, the cosines in place.
+    products = rows.new_empty(len(gates), batch, 4, 1)
+    inners, inner_pairs = products.unbind(0), products[:, :, 1::2].unbind(0)
+    with_before, with_query = products[:, :, 1].unbind(0), products[:, :, 3].unbind(0)
     takes, keeps = (factor.unbind(0) for factor in factors_TB2.split(1, -1))
     offsets = coherence_TB1.unbind(0)
     length_p, length_tpc = (part.unbind(0) for part in lengths.split(1, -1))
-    length_steps = lengths.unbind(0)
+    length_steps, length_columns = lengths.unbind(0), lengths[..., 1:].unsqueeze(-1).unbind(0)
+    tpc_columns = rows[..., size : 2 * size].unsqueeze(-1).unbind(0)
     coherence_K1 = coherence_K.unsqueeze(-1)
     one = rows.new_ones(())
     torch.linalg.vector_norm(both[0], dim=-1, out=length_steps[0])
@@ -145,14 +150,15 @@ def _forward_steps(
         torch.lerp(news[t], tpcs[t], updates[t], out=tpc)
         torch.mm(tpc, direction, out=ps[t + 1])
         torch.linalg.vector_norm(both[t + 1], dim=-1, out=length_steps[t + 1]).add_(EPSILON)
-        inner = torch.bmm(columns[t], tpc.unsqueeze(-1))
+        torch.bmm(columns[t], tpc_columns[t + 1], out=inners[t])
         torch.addmm(offsets[t], tpc, coherence_K1, out=coherences[t]).sigmoid_()
-        torch.div(inner[:, 3], length_tpc[t + 1], out=cosines[t])
-        torch.addcdiv(one, inner[:, 1], length_tpc[t + 1] * length_tpc[t], out=continuities[t])
+        inner_pairs[t].div_(length_columns[t + 1])
+        torch.addcdiv(one, with_before[t], length_tpc[t], out=continuities[t])
         retained = keeps[t] * continuities[t]
-        taken = cosines[t].clamp(0.0, 1.0).mul_(coherences[t]).mul_(continuities[t]).mul_(takes[t])
+        taken = with_query[t].clamp(0.0, 1.0).mul_(coherences[t]).mul_(continuities[t]).mul_(takes[t])
         taken.div_(length_p[t + 1])
         torch.addcmul(torch.mul(ps[t + 1], taken), ss[t], retained, out=ss[t + 1])
+    numbers[:, 1] = products[:, :, 3]
     untouched = [t for t in range(len(gate_steps)) if t + 1 not in reset]
     if reset:
         states[untouched] = rows[1:, :, size : 3 * size][untouched]
@@ -218,22 +224,25 @@ def dynamic_state_backward(
     from_tpcs = [grad_before[:, :size], *grads[..., :size].unbind(0)]
     from_states, columns = grads[..., size:].unbind(0), grads[..., size:].unsqueeze(-1).unbind(0)
     numbers, outers, jacobians = grad_numbers.unbind(0), outer_TB2K.unbind(0), jacobian_TB2K2.unbind(0)
+    from_numbers = grads.new_empty(batch, double, 1)
+    to_tpc, to_before = from_numbers.squeeze(-1).split(size, -1)
+    tpc_rows = grads[..., :size].unsqueeze(-2).unbind(0)
     throughs, takens = through_TB2K.unbind(0), taken_TB1.unbind(0)
     reset = set() if keep_TB is None else set((keep_TB == 0).any(1).nonzero().flatten().tolist())
     for t in reversed(range(length)):
         grad_tpc, before = from_tpcs[t + 1], steps[t]
         torch.bmm(outers[t], columns[t], out=numbers[t])
-        from_numbers = torch.bmm(jacobians[t], numbers[t]).squeeze(-1)
-        grad_tpc.add_(from_numbers[:, :size]).addmm_(from_states[t] * takens[t], direction_KK)
-        gate_views[t].mul_(grad_tpc.unsqueeze(1))
+        torch.bmm(jacobians[t], numbers[t], out=from_numbers)
+        grad_tpc.add_(to_tpc).addmm_(from_states[t] * takens[t], direction_KK)
+        gate_views[t].mul_(tpc_rows[t])
         if t in reset:
             assert keep_TB is not None
             inside = torch.addcmul(gate_steps[t] @ gate_weight_4K2K, steps[t + 1], throughs[t])
-            inside[:, :size] += from_numbers[:, size:]
+            inside[:, :size] += to_before
             before.addcmul_(inside, keep_TB[t, :, None])
         else:
             before.addmm_(gate_steps[t], gate_weight_4K2K).addcmul_(steps[t + 1], throughs[t])
-            from_tpcs[t].add_(from_numbers[:, size:])
+            from_tpcs[t].add_(to_before)
     return grad_gates, grads, grad_numbers, grad_before
 
 

@@ -23,10 +23,9 @@ from keel.streams.dynamic_state.dynamics import (
     signals_of,
     temporal_core,
 )
-from keel.streams.dynamic_state.governor import FAILURES, SIZES, Memory, detect, detectors, govern
+from keel.streams.dynamic_state.governor import SIZES, Memory, detect, detectors, govern
 
 SMOOTHING = 0.1  # weight of the newest token in the moving average of T (§12.3)
-DAMPING = 0.5  # share of the uptake that is withheld under noise (§12.5) and while alignment is broken (§12.6)
 SHRINKING = 0.5  # γ of §12.7
 CONSERVATIVE = 0.5  # share of the state's effect that a row without coherence keeps (§12.4)
 NUDGE = 0.05  # ε of §12.8: by how much the bound of the state grows
@@ -64,13 +63,11 @@ def guarded_step(config: DynamicStateConfig, parts: TokenParts, weights: StepWei
     found = detectors(limits, before.memory_BQ.dtype, before.memory_BQ.device)
     tpc_BK = temporal_core(parts.gates_B3K, weights, before.state_BK, before.tpc_BK)
     measured = signals_of(config, parts, weights, tpc_BK, before.tpc_BK)
-    discontinuity_B1 = torch.lerp(memory.discontinuity, (1 - measured.continuity).nan_to_num(nan=1.0), SMOOTHING)
+    discontinuity_B1 = torch.lerp(memory.discontinuity, 1 - measured.continuity, SMOOTHING)
     used = _floored(config, measured, discontinuity_B1)
     # A lower share is a higher retention: with alpha = 0.9, half of it is alpha + 0.05.
-    flags = dict(zip(FAILURES, memory.detected.split(1, -1), strict=True))
-    slowed_B1 = (1 - DAMPING * flags["noise_rampancy"]) * (1 - DAMPING * flags["alignment_break"])
-    share_B1 = (1 - config.retention) * slowed_B1
-    towards_BK = direction(weights, tpc_BK) * used.update + _nudge(flags["fixed_point_collapse"], memory.age, tpc_BK)
+    share_B1 = torch.exp2(memory.detected @ found.slowing_F1) * (1 - config.retention)
+    towards_BK = _nudged(direction(weights, tpc_BK) * used.update, memory)
     state_BK = torch.lerp(before.state_BK, towards_BK, share_B1) * (used.substrate * used.continuity)
     change_B1 = torch.linalg.vector_norm(state_BK - before.state_BK, dim=-1, keepdim=True)
     measures_BM = torch.cat([*measured, change_B1], -1)
@@ -78,17 +75,19 @@ def guarded_step(config: DynamicStateConfig, parts: TokenParts, weights: StepWei
     instability_B1, timer_B1 = govern(limits, found, detected_BF, memory.instability, memory.timer)
     frozen_B1, exploding_B1 = timer_B1 > 0, ~within_BF[:, 5:6]
     state_BK = torch.where(exploding_B1, SHRINKING * state_BK, state_BK)
-    state_BK = torch.lerp(state_BK, before.baseline_BK, PULL * flags["identity_split"])
+    state_BK = torch.lerp(state_BK, before.baseline_BK, PULL * memory.detected[:, 7:8])
     held_BK = torch.where(exploding_B1, before.baseline_BK, before.state_BK)
     healthy_B1 = within_BF.all(-1, keepdim=True).to(tpc_BK.dtype) * BASELINE_RATE
-    old_B3K = torch.cat([before.tpc_BK, held_BK, before.baseline_BK], -1)
-    new_B3K = torch.cat([tpc_BK, state_BK, torch.lerp(before.baseline_BK, state_BK, healthy_B1)], -1)
+    old = torch.cat([before.tpc_BK, held_BK, before.baseline_BK, memory.discontinuity], -1)
+    baseline_BK = torch.lerp(before.baseline_BK, state_BK, healthy_B1)
+    new = torch.cat([tpc_BK, state_BK, baseline_BK, discontinuity_B1], -1)
+    size = config.state_size
+    tpc_BK, state_BK, baseline_BK, discontinuity_B1 = torch.where(frozen_B1, old, new).split([size, size, size, 1], -1)
     reliance_B1 = torch.where(within_BF[:, 2:3], 1.0, CONSERVATIVE).masked_fill(frozen_B1, 0.0)
-    kept_tpc, kept_state, baseline = torch.where(frozen_B1, old_B3K, new_B3K).chunk(3, -1)
     now = Memory(
         measures_BM, counts_BF, detected_BF, discontinuity_B1, instability_B1, timer_B1, memory.age + 1, reliance_B1
     )
-    return Guarded(kept_tpc, kept_state, baseline, torch.cat(now, -1))
+    return Guarded(tpc_BK, state_BK, baseline_BK, torch.cat(now, -1))
 
 
 def _floored(config: DynamicStateConfig, measured: Signals, discontinuity_B1: Tensor) -> Signals:
@@ -102,7 +101,9 @@ def _floored(config: DynamicStateConfig, measured: Signals, discontinuity_B1: Te
     return Signals(i, c, n, t, measured.substrate, i * c / n)
 
 
-def _nudge(flag_B1: Tensor, age_B1: Tensor, like_BK: Tensor) -> Tensor:
-    """Return §12.8's ε η, of length at most ε, where the state has stopped."""
-    frequency_K, phase_K = _waves(like_BK.shape[-1], like_BK.dtype, like_BK.device)
-    return torch.sin(torch.addcmul(phase_K, age_B1, frequency_K)) * (flag_B1 * (NUDGE * like_BK.shape[-1] ** -0.5))
+def _nudged(towards_BK: Tensor, memory: Memory) -> Tensor:
+    """Add §12.8's ε η, of length at most ε, where the state has stopped."""
+    frequency_K, phase_K = _waves(towards_BK.shape[-1], towards_BK.dtype, towards_BK.device)
+    wave_BK = torch.sin(torch.addcmul(phase_K, memory.age, frequency_K))
+    amplitude_B1 = memory.detected[:, 6:7] * (NUDGE * towards_BK.shape[-1] ** -0.5)
+    return torch.addcmul(towards_BK, wave_BK, amplitude_B1)

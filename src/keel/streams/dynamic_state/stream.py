@@ -214,8 +214,9 @@ class DynamicStateStream(Stream):
         self.substrate_bias.copy_(sign * bias)
 
     def _step_weights(self, dtype: torch.dtype) -> StepWeights:
+        of = self._parameters  # a token of decoding pays for every look through the module
         names = ("state_weight", "tpc_weight", "tpc_bias", "coherence_tpc", "direction")
-        return StepWeights(*(_as(getattr(self, name), dtype) if hasattr(self, name) else None for name in names))  # type: ignore[arg-type]
+        return StepWeights(*(None if of.get(name) is None else _as(of[name], dtype) for name in names))  # type: ignore[arg-type]
 
     def _recur(self, flow: DynamicStateFlow) -> None:
         """Fill in the states after every column, frozen where there is padding."""
