@@ -1,11 +1,14 @@
-"""Time of the tree stream's chunk memory, forward and backward: prefix sums over the batch against a loop over nodes.
+"""Time of the tree stream's chunk memory, forward and backward: prefix sums over the batch against loops over nodes.
 
-    python benchmarks/tree_memory.py [--threads 2] [--rounds 5] [--slow-rounds 1] [--batch 16] [--length 512] [--width 256] [--layers 12]
+    python benchmarks/tree_memory.py [--threads 2] [--rounds 5] [--share 8] [--batch 16] [--length 512] [--width 256] [--layers 12]
 
-Both do GTCA's Eqs. 1 and 2, the mean of the embeddings under every chunk, its projection by height and its norm, on the same
-random binary trees of 25 tokens, at most 64 chunks a height and tree; their gradients are compared in a round that does not count.
-The loop is the twin that specifies the fast path, one node after the other, and takes long: it is timed ``--slow-rounds`` times.
-Times are medians of wall-clock, and of processor time (summed over threads), in milliseconds; the ratio is of wall-clock.
+All do GTCA's Eqs. 1 and 2, the mean of the embeddings under every chunk, its projection by height and its norm, on the same
+random binary trees of 25 tokens, at most 64 chunks a height and tree. There are two loops, one node after the other: one takes
+each span from the batch, as one writes it at first; one takes it from its row, whose gradient is then a row's and not the batch's.
+The second is the twin that specifies the fast path; their gradients are compared before anything is timed.
+
+The loops do every ``--share``-th chunk, and their times are multiplied by it: a loop's time is that of its nodes. Times are medians of
+wall-clock, and of processor time (summed over threads), in milliseconds; the ratios are of these.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def main() -> None:
     sizes = (
         ("threads", 2),
         ("rounds", 5),
-        ("slow-rounds", 1),
+        ("share", 8),
         ("batch", 16),
         ("length", 512),
         ("width", 256),
@@ -53,35 +56,37 @@ def main() -> None:
     print(f"[B, T, D] = {shape}, {options.layers} heights, {int(real.sum())} chunks in {real.numel()} places")
     weigh = torch.randn(*real.shape, options.width) * real.unsqueeze(-1)
 
-    def fast() -> list[Tensor]:
-        memory = stream.chunk_memory(embeddings, trees["left"], trees["right"])
-        return gradients(memory[real], weigh[real], stream, embeddings)
+    def fast(weigh: Tensor = weigh) -> list[Tensor]:
+        memory = stream.chunk_memory(embeddings, trees["left"], trees["right"], trees["height"])
+        return gradients(memory, weigh, stream, embeddings)
 
-    def slow() -> list[Tensor]:
-        return gradients(looped(stream, embeddings, trees, real), weigh[real], stream, embeddings)
+    def slow(by_row: bool) -> list[Tensor]:
+        return gradients(looped(stream, embeddings, trees, some, by_row), weigh[some], stream, embeddings)
 
-    found, expected = fast(), slow()  # the round that does not count
-    for mine, theirs in zip(found, expected, strict=True):
+    some = torch.zeros_like(real)
+    some[tuple(real.nonzero()[:: options.share].T)] = True
+    for mine, theirs in zip(fast(weigh * some.unsqueeze(-1)), slow(by_row=True), strict=True):
         assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), "the fast path differs from its twin"
     times = {
-        "prefix sums (keel)": timed(fast, options.rounds),
-        "loop over nodes (twin)": timed(slow, options.slow_rounds),
+        "prefix sums (keel)": timed(fast, options.rounds, 1),
+        "loop, spans of a row": timed(lambda: slow(by_row=True), 1, options.share),
+        "loop, spans of the batch": timed(lambda: slow(by_row=False), 1, options.share),
     }
-    base = times["prefix sums (keel)"][0]
-    print(f"{'':26}{'wall ms':>12}{'cpu ms':>12}{'ratio':>10}")
+    base = times["prefix sums (keel)"]
+    print(f"{'':26}{'wall ms':>12}{'cpu ms':>12}{'wall ratio':>12}{'cpu ratio':>12}")
     for name, (wall, processor) in times.items():
-        print(f"{name:26}{wall:12.1f}{processor:12.1f}{wall / base:10.1f}")
+        print(f"{name:26}{wall:12.1f}{processor:12.1f}{wall / base[0]:12.1f}{processor / base[1]:12.1f}")
 
 
-def timed(work: Work, rounds: int) -> tuple[float, float]:
-    """Return the medians of wall-clock and processor time in milliseconds."""
+def timed(work: Work, rounds: int, times: int) -> tuple[float, float]:
+    """Return the medians of wall-clock and processor time in milliseconds, multiplied."""
     wall, processor = [], []
     for _ in range(rounds):
         wall_begin, processor_begin = time.perf_counter(), time.process_time()
         work()
         wall.append(1e3 * (time.perf_counter() - wall_begin))
         processor.append(1e3 * (time.process_time() - processor_begin))
-    return median(wall), median(processor)
+    return times * median(wall), times * median(processor)
 
 
 def make_trees(batch: int, length: int, layers: int) -> dict[str, Tensor]:
@@ -111,11 +116,22 @@ def is_chunk(trees: dict[str, Tensor]) -> Tensor:
     return real
 
 
-def looped(stream: TreeStream, embeddings: Tensor, trees: dict[str, Tensor], real: Tensor) -> Tensor:
-    """Return the chunks one after the other, [N, D]: the twin, not charged for the places that only fill the batch."""
+def looped(stream: TreeStream, embeddings: Tensor, trees: dict[str, Tensor], chosen: Tensor, by_row: bool) -> Tensor:
+    """Return the chosen chunks one after the other, [N, D]; not charged for the places that only fill the batch."""
     rows = embeddings.unbind()
-    spans = zip(real.nonzero().tolist(), trees["left"][real].tolist(), trees["right"][real].tolist(), strict=True)
-    return torch.stack([reference_chunk(stream, rows[b], left, right, height) for (b, height, _), left, right in spans])
+    nodes = chosen.nonzero()
+    heights = trees["height"][nodes[:, 0], nodes[:, 1]].tolist()
+    spans = zip(
+        nodes[:, 0].tolist(), heights, trees["left"][chosen].tolist(), trees["right"][chosen].tolist(), strict=True
+    )
+    chunks = []
+    for b, height, left, right in spans:
+        if by_row:
+            chunks.append(reference_chunk(stream, rows[b], left, right, height))
+        else:
+            mean = embeddings[b, left : right + 1].mean(0)
+            chunks.append(stream.norm(stream.weight_height[height] @ mean))
+    return torch.stack(chunks)
 
 
 def gradients(memory: Tensor, weigh: Tensor, stream: TreeStream, embeddings: Tensor) -> list[Tensor]:

@@ -51,8 +51,23 @@ def test_a_benchmark_compares_every_arm_with_the_host(
 
 
 def test_the_memory_of_trees_is_compared_with_the_loop_over_nodes() -> None:
-    sizes = ["--batch", "2", "--length", "30", "--width", "8", "--layers", "3", "--rounds", "1", "--threads", "1"]
+    sizes = [
+        "--batch",
+        "2",
+        "--length",
+        "30",
+        "--width",
+        "8",
+        "--layers",
+        "3",
+        "--share",
+        "2",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+    ]
     command = [sys.executable, str(BENCHMARKS / "tree_memory.py"), *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-800:]
-    assert "prefix sums (keel)" in done.stdout and "loop over nodes (twin)" in done.stdout
+    assert "prefix sums (keel)" in done.stdout and "loop, spans of the batch" in done.stdout

@@ -107,7 +107,9 @@ def test_values_and_every_gradient_equal_the_references(scope: Scope, fields: di
     for b, length in enumerate(ROWS):
         row = {name: tensor[b] for name, tensor in trees.items()}
         # Alone and without padding, and no chunk that is only there to fill the batch.
-        chunks = reference_memory(stream, embeddings[b, PADDED[b]][None], row["left"][None], row["right"][None])[0]
+        chunks = reference_memory(
+            stream, embeddings[b, PADDED[b]][None], *(row[name][None] for name in ("left", "right", "height"))
+        )[0]
         for index, layer in enumerate(stream.layer_index):
             read = reference_read(stream, layer, hidden[index][b, PADDED[b]], chunks, row)
             assert len(read) == length
@@ -132,8 +134,9 @@ def test_chunk_memory_is_a_mean_projected_and_normed() -> None:
     stream = _stream()
     packed = _normal(2, 5, WIDTH, seed=1)
     left, right = torch.tensor([[[0, 2], [1, 0], [4, 3]]] * 2), torch.tensor([[[4, 2], [3, 0], [4, 4]]] * 2)
-    found = stream.chunk_memory(packed, left, right)
-    torch.testing.assert_close(found, reference_memory(stream, packed, left, right), **TOLERANCE)
+    height = torch.tensor([[0, 1, 1]] * 2)
+    found = stream.chunk_memory(packed, left, right, height)
+    torch.testing.assert_close(found, reference_memory(stream, packed, left, right, height), **TOLERANCE)
     torch.testing.assert_close(
         found[1, 1, 0], stream.norm(stream.weight_height[1] @ packed[1, 1:4].mean(0)), **TOLERANCE
     )

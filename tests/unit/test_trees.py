@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from keel.errors import KeelError
 from keel.trees import Span, Tree, collate, fixed_chunks, open_source, prefix_chunks, sentence_chunks, token_spans
 from keel.trees.align import Nodes, TokenSpans, own_heights, parsed_prefixes, reference_visible, tree_nodes
-from keel.trees.chunks import ALWAYS, Chunks, joined
+from keel.trees.chunks import ALWAYS, SHELF, Chunks, joined
 
 TEXT = "the cat sat on the mats"
 # (S (NP the cat) (VP sat (PP on (NP the mats)))), the words as leaves
@@ -249,8 +249,8 @@ def _visible(t: int, layer: int, chunks: Chunks) -> set[tuple[int, int, int]]:
     most, seen = batch["left"].shape[1], []
     for chunk, first, last in zip(*(batch[name][layer] for name in ("chunk", "first", "last")), strict=True):
         if first <= t <= last:
-            height, slot = divmod(int(chunk), most)
-            seen.append((int(batch["left"][height, slot]), int(batch["right"][height, slot]), height))
+            place = divmod(int(chunk), most)
+            seen.append((int(batch["left"][place]), int(batch["right"][place]), int(batch["height"][place[0]])))
     assert len(seen) == len(set(seen))
     return set(seen)
 
@@ -331,7 +331,9 @@ def test_each_tree_of_a_row_has_its_own_root() -> None:
 def test_a_batch_of_unequal_rows() -> None:
     rows = [sentence_chunks([CAT], _spans(WORDS)), joined([]), fixed_chunks(3, 2, "sentence").shifted(4)]
     batch = collate(rows, 3)
-    assert batch["left"].shape == (3, 3, 4) and batch["chunk"].shape[:2] == (3, 3)
+    assert batch["left"].shape == (3, 3, SHELF) and batch["chunk"].shape[:2] == (3, 3)
+    assert batch["height"].tolist() == [[0, 1, 2]] * 3
+    assert collate([fixed_chunks(SHELF + 1, 2)], 3)["height"].tolist() == [[0, 0, 1, 2]]
     assert not (batch["first"][1] <= batch["last"][1]).any()
     assert batch["left"][2, 0, :3].tolist() == [4, 5, 6]
     assert "causal" not in batch and "causal" in collate([fixed_chunks(3, 2)], 3)

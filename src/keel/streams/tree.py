@@ -9,8 +9,8 @@
 Which token sees which chunk is in the chunks (``keel.trees``): from their last token on, or under strict causality from the
 next. ``reference_memory`` and ``reference_read`` are the specification: loops over nodes and over tokens.
 
-Shapes: B batch, T tokens of this pass, S tokens so far, D hidden size, H heights, M chunks of a height, L layers of the host,
-R layers that read, P chunks that a layer reads, Q query heads, G key-value heads, K head size.
+Shapes: B batch, T tokens of this pass, S tokens so far, D hidden size, H shelves of chunks of one height, M chunks of a shelf,
+L layers of the host, R layers that read, P chunks that a layer reads, Q query heads, G key-value heads, K head size.
 """
 
 from __future__ import annotations
@@ -240,45 +240,51 @@ class TreeStream(Stream):
                 f"keel.trees.{self.config.tree_scope}_chunks"
             )
         batch = inputs.embeddings_BTD.shape[0]
-        for name, expected in (("left", (batch, self.num_layers)), ("chunk", (batch, self.num_layers))):
-            found = tuple(trees[name].shape)
-            if len(found) != 3 or found[:2] != expected:
+        for name, expected in (("left", [batch]), ("height", [batch]), ("chunk", [batch, self.num_layers])):
+            found = list(trees[name].shape)
+            if found[: len(expected)] != expected:
                 raise ShapeError(
-                    f"trees[{name!r}] is {list(found)}; expected {[*expected, 'any']}: rows of the batch, layers of the host"
+                    f"trees[{name!r}] is {found}; expected {[*expected, '...']}: rows of the batch, layers of the host"
                 )
 
     def _memory(self, trees: Mapping[str, Tensor], embeddings_BSD: Tensor, attended_BS: Tensor) -> ChunkMemory:
         """Return keys and values of what every layer reads."""
         order_BS = torch.argsort(attended_BS.logical_not().to(torch.uint8), dim=1, stable=True)
-        left_BHM, right_BHM = (trees[side][:, : self.num_heights] for side in ("left", "right"))
-        chunks_BND = self.chunk_memory(take_columns(embeddings_BSD, order_BS), left_BHM, right_BHM).flatten(1, 2)
-        layers = list(self.layer_index)
+        packed_BSD = take_columns(embeddings_BSD, order_BS)
+        chunks_BHMD = self.chunk_memory(packed_BSD, trees["left"], trees["right"], trees["height"])
+        layers, (batch, _, size, _) = list(self.layer_index), chunks_BHMD.shape
         chunk_BRP, first_BRP, last_BRP = (trees[name][:, layers] for name in ("chunk", "first", "last"))
-        read_BRPD = take_columns(chunks_BND, chunk_BRP.flatten(1)).unflatten(1, chunk_BRP.shape[1:])
+        rows_B11 = torch.arange(batch, device=chunk_BRP.device)[:, None, None] * size
+        places_BRP = chunk_BRP // size * (batch * size) + rows_B11 + chunk_BRP % size
+        read_ND = chunks_BHMD.transpose(0, 1).flatten(0, 2).index_select(0, places_BRP.flatten())
+        read_BRPD = read_ND.unflatten(0, chunk_BRP.shape)
         keys, values = (
             torch.einsum("brpd,rkd->brpk", read_BRPD, weight).unflatten(-1, (self.groups, self.head_size))
             for weight in (self.weight_key, self.weight_value)
         )
         return ChunkMemory(keys_BRPGK=keys, values_BRPGK=values, first_BRP=first_BRP, last_BRP=last_BRP)
 
-    def chunk_memory(self, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor) -> Tensor:
+    def chunk_memory(self, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor, height_BH: Tensor) -> Tensor:
         """Return the chunks of every height (Eqs. 1 and 2) by prefix sums over the embeddings.
 
         Args:
             packed_BSD: token embeddings without padding between them.
             left_BHM, right_BHM: first and last token of each span. One that ends beyond the tokens so far is seen by none of them.
+            height_BH: of each shelf, the same in every row. What is higher than all layers that read is read by none.
         Returns: [B, H, M, D] in the dtype of the stream's weights. Reference twin: ``reference_memory``.
         """
         exact_BSD = packed_BSD.to(torch.promote_types(packed_BSD.dtype, torch.float32))
         sums_BSD = F.pad(exact_BSD.cumsum(1), (0, 0, 1, 0))
-        edges_BN = torch.stack([right_BHM + 1, left_BHM], 1).clamp(max=packed_BSD.shape[1]).flatten(1)
-        upper_BND, lower_BND = take_columns(sums_BSD, edges_BN).chunk(2, 1)
-        length_BHM1 = (right_BHM - left_BHM + 1).unsqueeze(-1)
-        means_BHMD = (upper_BND - lower_BND).unflatten(1, left_BHM.shape[1:]) / length_BHM1
-        weights_HDE = self.weight_height.mT
-        projected_BHMD = torch.einsum("bhmd,hde->bhme", means_BHMD.to(weights_HDE.dtype), weights_HDE)
-        normed_BHMD: Tensor = self.norm(projected_BHMD)
-        return normed_BHMD.to(weights_HDE.dtype)
+        # Shelves first, so that those of a height lie together for the product, and are not copied.
+        edges_2HBM = torch.stack([right_BHM + 1, left_BHM]).clamp(max=packed_BSD.shape[1]).transpose(1, 2)
+        starts_B1 = torch.arange(len(packed_BSD), device=packed_BSD.device).unsqueeze(1) * sums_BSD.shape[1]
+        taken_ND = sums_BSD.flatten(0, 1).index_select(0, (edges_2HBM + starts_B1).flatten())
+        upper_HND, lower_HND = taken_ND.view(2, left_BHM.shape[1], -1, packed_BSD.shape[2])
+        length_HN1 = (right_BHM - left_BHM + 1).transpose(0, 1).flatten(1).unsqueeze(-1)
+        means_HND = (upper_HND - lower_HND) / length_HN1
+        weights_HDE = self.weight_height.mT[height_BH[0].clamp(max=self.num_heights - 1)]
+        normed_HND: Tensor = self.norm(torch.bmm(means_HND.to(weights_HDE.dtype), weights_HDE))
+        return normed_HND.to(weights_HDE.dtype).unflatten(1, (len(packed_BSD), -1)).transpose(0, 1)
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Keep what the attention reads; add lambda mask_t Delta_t to what it gives (Eqs. 4 to 8)."""
@@ -353,12 +359,17 @@ def reference_chunk(stream: TreeStream, tokens_SD: Tensor, left: int, right: int
     return normed_D
 
 
-def reference_memory(stream: TreeStream, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor) -> Tensor:
+def reference_memory(
+    stream: TreeStream, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor, height_BH: Tensor
+) -> Tensor:
     """Eqs. 1 and 2, one node after the other: the oracle of ``TreeStream.chunk_memory``. Returns: [B, H, M, D]."""
     rows = []
-    for tokens_SD, left_HM, right_HM in zip(packed_BSD.unbind(), left_BHM.tolist(), right_BHM.tolist(), strict=True):
-        for height, spans in enumerate(zip(left_HM, right_HM, strict=True)):
-            rows += [reference_chunk(stream, tokens_SD, *span, height) for span in zip(*spans, strict=True)]
+    for tokens_SD, *shelves in zip(
+        packed_BSD.unbind(), left_BHM.tolist(), right_BHM.tolist(), height_BH.tolist(), strict=True
+    ):
+        for left_M, right_M, height in zip(*shelves, strict=True):
+            known = min(height, stream.num_heights - 1)
+            rows += [reference_chunk(stream, tokens_SD, *span, known) for span in zip(left_M, right_M, strict=True)]
     return torch.stack(rows).unflatten(0, tuple(left_BHM.shape))
 
 

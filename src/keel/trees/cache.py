@@ -10,6 +10,7 @@ same rows twice.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -56,14 +57,15 @@ class Making:
     scope: Scope
     max_chunks: int
 
+    @functools.cached_property
     def digest(self) -> bytes:
-        """Return 16 bytes that tell it from others."""
+        """16 bytes that tell it from others."""
         described = json.dumps([_FORMAT, *asdict(self).values()])
         return hashlib.blake2b(described.encode(), digest_size=16).digest()
 
     def key(self, ids: Sequence[int]) -> bytes:
         """Return the key of the row that holds the chunks of these token ids."""
-        return _hash(self.digest(), np.asarray(ids, dtype="<i4").tobytes(), size=_KEY_BYTES)
+        return _hash(self.digest, np.asarray(ids, dtype="<i4").tobytes(), size=_KEY_BYTES)
 
 
 def tokenizer_fingerprint(backend: str) -> str:
@@ -113,7 +115,7 @@ class TreeCache:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 connection.execute(
-                    "INSERT OR IGNORE INTO makings VALUES (?, ?)", (making.digest(), json.dumps(asdict(making)))
+                    "INSERT OR IGNORE INTO makings VALUES (?, ?)", (making.digest, json.dumps(asdict(making)))
                 )
                 connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?)", rows)
                 connection.execute("COMMIT")

@@ -1,7 +1,8 @@
 """What a model reads of trees: compact arrays a row, and their tensors for a batch.
 
-A *chunk* is a tree's node in the tokens of one row, padding not counted. Shapes: N chunks of a row, B rows, L layers, H heights
-(one for each layer), M chunks of a height, P chunks that a layer reads.
+A *chunk* is a tree's node in the tokens of one row, padding not counted. In a batch chunks lie on *shelves* of one height each, short
+ones, so that little of a batch is filling. Shapes: N chunks of a row, B rows, L layers, H shelves, M chunks of a shelf, P chunks
+that a layer reads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from keel.errors import KeelError
 
 Ints = np.ndarray[Any, np.dtype[Any]]  # made int32 where it is kept
+SHELF = 16
 ALWAYS = np.iinfo(np.int32).max
 Scope = Literal["sentence", "prefix"]
 
@@ -117,25 +119,25 @@ def fixed_chunks(num_tokens: int, width: int, scope: Scope = "prefix") -> Chunks
 def collate(rows: Sequence[Chunks], num_layers: int) -> dict[str, Tensor]:
     """Lay the chunks of a batch out as a model with ``num_layers`` layers reads them.
 
-    Returns: int64 tensors. ``left``, ``right`` [B, H, M]: the spans of each height, H = ``num_layers``; a place that no chunk
-        takes is 0. ``chunk`` [B, L, P]: which of the H · M chunks a layer reads, and ``first``, ``last`` [B, L, P]: at which
-        tokens; a place that no chunk takes has ``last < first``. M and P are at least 1. ``causal`` [B, 0], which says by
-        being there that the chunks are of scope ``prefix``.
+    Returns: int64 tensors. ``height`` [B, H]: that of each shelf, the same in every row, ascending, below ``num_layers``. ``left``,
+        ``right`` [B, H, M]: the spans on it, M = ``SHELF``; a place that no chunk takes is 0. ``chunk`` [B, L, P]: which of the
+        H · M chunks a layer reads, and ``first``, ``last`` [B, L, P]: at which tokens; a place that no chunk takes has ``last <
+        first``. H and P are at least 1. ``causal`` [B, 0], which says by being there that the chunks are of scope ``prefix``.
     Raises: KeelError for no rows or no layers, or rows of different scopes.
     """
     scope = joined(rows).scope
     if not rows or num_layers < 1:
         raise KeelError(f"collate: {len(rows)} rows and {num_layers} layers; give at least one of each")
     slots = [_slots(row.height) for row in rows]
-    most = max(
-        [1, *(int(slot[row.height < num_layers].max(initial=0)) + 1 for slot, row in zip(slots, rows, strict=True))]
-    )
-    spans = np.zeros((2, len(rows), num_layers, most), dtype=np.int64)
+    shelves = _shelves(rows, num_layers)
+    begins = np.concatenate([[0], np.cumsum(shelves)])
+    spans = np.zeros((2, len(rows), max(1, begins[-1]) * SHELF), dtype=np.int64)
     read = []
     for b, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        index = begins[np.minimum(row.height, num_layers)] * SHELF + slot
         low = row.height < num_layers
-        spans[:, b, row.height[low], slot[low]] = row.left[low], row.right[low]
-        read.append([_read_by(layer, row, row.height.astype(np.int64) * most + slot) for layer in range(num_layers)])
+        spans[:, b, index[low]] = row.left[low], row.right[low]
+        read.append([_read_by(layer, row, index) for layer in range(num_layers)])
     widest = max([1, *(part.shape[1] for row_read in read for part in row_read)])
     lists = np.zeros((3, len(rows), num_layers, widest), dtype=np.int64)
     lists[2] = -1
@@ -143,10 +145,19 @@ def collate(rows: Sequence[Chunks], num_layers: int) -> dict[str, Tensor]:
         for layer, part in enumerate(row_read):
             lists[:, b, layer, : part.shape[1]] = part
     names = ("left", "right", "chunk", "first", "last")
-    batch = {name: torch.from_numpy(array) for name, array in zip(names, [*spans, *lists], strict=True)}
+    on_shelves = spans.reshape(2, len(rows), -1, SHELF)
+    batch = {name: torch.from_numpy(array) for name, array in zip(names, [*on_shelves, *lists], strict=True)}
+    heights = np.repeat(np.arange(num_layers), shelves) if begins[-1] else np.zeros(1, dtype=np.int64)
+    batch["height"] = torch.from_numpy(heights).repeat(len(rows), 1)
     if scope == "prefix":
         batch["causal"] = torch.zeros(len(rows), 0)
     return batch
+
+
+def _shelves(rows: Sequence[Chunks], num_layers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return how many shelves each height needs for the row that has most of it."""
+    counts = [np.bincount(row.height[row.height < num_layers], minlength=num_layers) for row in rows]
+    return -(-np.max(counts, axis=0) // SHELF)
 
 
 def _slots(height: Ints) -> np.ndarray[Any, np.dtype[np.int64]]:
