@@ -21,7 +21,7 @@ from keel.pretrained import load_model, load_tokenizer
 from keel.probes.attention_span import run_span, span_table
 from keel.probes.gates import run_gates
 from keel.probes.geometry import run_geometry
-from keel.probes.output import Line, line_figure, write_table
+from keel.probes.output import share_figure, write_table
 from keel.probes.tokens import ShadedRow, token_page
 from keel.streams import MarginPrior
 
@@ -77,12 +77,7 @@ def probe_support(checkpoint: str, corpus: str, out: Path, *, length: int, seque
         "nats; a negative one does not press."
     )
     write_atomically(out / "tokens.html", token_page(title, note, shown).encode())
-    ranks = [float(rank) for rank in range(1, length + 1)]
-    lines = [Line(label=name, x=ranks, y=curve) for name, curve in found.curves.items()]
-    figure = line_figure(
-        lines, name="support", title="Share of the barrier in the heaviest tokens", caption="Mean over rows.",
-        x_label="tokens, heaviest first", y_label="share", ticks=[1, length // 4, length // 2, length],
-    )  # fmt: skip
+    figure = share_figure(found.curves, "Mean over rows, the heaviest token first.")
     write_table(out, {metric.name: metric.value for metric in found.metrics}, [figure], "support")
     table = Table("measure", "learned", "fresh prior")
     values = {metric.name: metric.value for metric in found.metrics}

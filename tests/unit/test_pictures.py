@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
-from keel.experiment.pictures import ATTENTION_FILE, draw_heat_maps, pictures
+from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE, draw_heat_maps, pictures
 from keel.training import Recipe
 from keel.training.recipe import load_recipe
 
@@ -46,3 +46,15 @@ def test_a_heat_map_names_its_panels() -> None:
         f">{label}<" in drawing.wide and f">{label}<" in drawing.narrow for label in ("P*", "one", "two", "three")
     )
     assert "seed 2" in drawing.caption and "1.00" in drawing.caption
+
+
+def test_the_barriers_share_is_drawn_for_learned_priors_beside_a_fresh_one(tmp_path: Path) -> None:
+    recipe = load_recipe("support_tokens/robustness", "tiny")
+    curves = {"random": np.linspace(1 / 32, 1, 32).tolist(), "learned": [0.9, *[1.0] * 31]}
+    for arm, kept in (("ce", ["random"]), ("margin_005", ["random", "learned"])):
+        (tmp_path / arm / "seed0").mkdir(parents=True)
+        (tmp_path / arm / "seed0" / SUPPORT_FILE).write_text(json.dumps({name: curves[name] for name in kept}))
+    assert pictures(recipe, ["ce"], tmp_path) == [], "an arm without a prior has no curve of its own"
+    (found,) = pictures(recipe, ["ce", "margin_005"], tmp_path)
+    drawn = (tmp_path / "figures" / "support.curves.svg").read_text(encoding="utf-8")
+    assert (tmp_path / found.file).is_file() and "Fresh prior" in drawn and recipe.label_of("margin_005") in drawn

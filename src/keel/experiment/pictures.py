@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
+from keel.probes.output import share_figure
 from keel.training import Recipe
 
 ATTENTION_FILE = "attention.json"
@@ -31,7 +32,11 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
     """Draw and list the pictures of the arms that are finished."""
     seed = recipe.seeds[0]
     folders = {arm: out / arm / f"seed{seed}" for arm in arms}
-    return [*_heat_maps(recipe, folders, out, seed), *_gates(recipe, folders, out, seed)]
+    return [
+        *_heat_maps(recipe, folders, out, seed),
+        *_gates(recipe, folders, out, seed),
+        *_support(recipe, folders, out, seed),
+    ]
 
 
 def _heat_maps(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
@@ -92,6 +97,20 @@ def draw_heat_maps(panels: Mapping[str, Matrix], seed: int) -> Drawing:
         prefix=_PREFIX,
         legend=[],
     )
+
+
+def _support(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
+    """Draw the share of the barrier in the heaviest tokens, of each learned prior and of a fresh one (support tokens, Fig. 7.6)."""
+    found = {arm: folder / SUPPORT_FILE for arm, folder in folders.items() if (folder / SUPPORT_FILE).is_file()}
+    curves = {arm: json.loads(path.read_text(encoding="utf-8")) for arm, path in found.items()}
+    learned = {recipe.label_of(arm): curve["learned"] for arm, curve in curves.items() if "learned" in curve}
+    if not learned:
+        return []
+    fresh = next(curve["random"] for curve in curves.values() if "learned" in curve)
+    caption = f"Mean over windows, the heaviest token first, seed {seed}; the fresh prior reads the embeddings of the first of these arms."
+    drawing = share_figure({**learned, "Fresh prior": fresh}, caption)
+    drawing.write(out / "figures", "support")
+    return [Picture(file="figures/support.curves.png", title=drawing.title, caption=drawing.caption)]
 
 
 def _gates(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:

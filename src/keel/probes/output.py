@@ -100,6 +100,20 @@ def line_figure(
     )
 
 
+def share_figure(curves: Mapping[str, Sequence[float]], caption: str) -> Drawing:
+    """Draw the share of a whole that its k heaviest parts hold, by k; each curve has an entry for every k from 1 on."""
+    most = len(next(iter(curves.values())))
+    ranks = sorted({rank for rank in (1, 5, 10, 25, 50, 100, 150, 200, 300, 400, 500) if rank < most} | {most})
+    lines = [
+        Line(label=label, x=[float(rank) for rank in ranks], y=[curve[rank - 1] for rank in ranks])
+        for label, curve in curves.items()
+    ]
+    return line_figure(
+        lines, name="curves", title="Share of the barrier in the heaviest tokens", caption=caption, x_label="tokens",
+        y_label="share", ticks=[1, *(rank for rank in ranks if rank >= 50 or rank == most)],
+    )  # fmt: skip
+
+
 def _paint(canvas: Canvas, lines: Sequence[Line]) -> None:
     axes = canvas.axes
     for index, line in enumerate(lines):
