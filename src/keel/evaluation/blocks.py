@@ -12,7 +12,7 @@ import torch
 from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
-from keel.evaluation.scoring import LanguageModel, score_tokens
+from keel.evaluation.scoring import LanguageModel, evaluating, score_tokens
 
 
 def block_scores(
@@ -35,21 +35,16 @@ def block_scores(
     if not blocks:
         raise KeelError(f"{family}: no blocks to score; give more text or shorter blocks")
     nats, hits, counts = [], [], []
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.inference_mode():
-            for index, block in enumerate(blocks):
-                ids_1T = block.ids[:-1].unsqueeze(0).to(device)
-                hidden_TD = model.final_hidden(input_ids=ids_1T).last_hidden_state[0]
-                score = score_tokens(model, hidden_TD, block.ids[1:].to(device))
-                nats.append(float(score.nll_R.sum()))
-                hits.append(float(score.hit_R.sum()))
-                counts.append(float(len(score.hit_R)))
-                if progress is not None:
-                    progress(index + 1)
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for index, block in enumerate(blocks):
+            ids_1T = block.ids[:-1].unsqueeze(0).to(device)
+            hidden_TD = model.final_hidden(input_ids=ids_1T).last_hidden_state[0]
+            score = score_tokens(model, hidden_TD, block.ids[1:].to(device))
+            nats.append(float(score.nll_R.sum()))
+            hits.append(float(score.hit_R.sum()))
+            counts.append(float(len(score.hit_R)))
+            if progress is not None:
+                progress(index + 1)
     return [
         ItemMetric(
             name=f"{family}.ppl",

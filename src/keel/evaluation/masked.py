@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
+from keel.evaluation.scoring import evaluating
 
 _BATCH = 8
 
@@ -40,23 +41,18 @@ def masked_scores(
     nats: list[float] = []
     hits: list[float] = []
     counts: list[float] = []
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(windows), _BATCH):
-                batch = windows[start : start + _BATCH]
-                labels_BT = torch.stack([window["labels"] for window in batch]).to(device)
-                ids_BT = torch.stack([window["input_ids"] for window in batch]).to(device)
-                logits_BTV = model(input_ids=ids_BT).logits.float()
-                losses_BT = F.cross_entropy(logits_BTV.mT, labels_BT, reduction="none", ignore_index=-100)
-                nats += losses_BT.double().sum(dim=1).tolist()
-                hits += (logits_BTV.argmax(dim=-1) == labels_BT).double().sum(dim=1).tolist()
-                counts += labels_BT.ne(-100).double().sum(dim=1).tolist()
-                if progress is not None:
-                    progress(len(nats))
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for start in range(0, len(windows), _BATCH):
+            batch = windows[start : start + _BATCH]
+            labels_BT = torch.stack([window["labels"] for window in batch]).to(device)
+            ids_BT = torch.stack([window["input_ids"] for window in batch]).to(device)
+            logits_BTV = model(input_ids=ids_BT).logits.float()
+            losses_BT = F.cross_entropy(logits_BTV.mT, labels_BT, reduction="none", ignore_index=-100)
+            nats += losses_BT.double().sum(dim=1).tolist()
+            hits += (logits_BTV.argmax(dim=-1) == labels_BT).double().sum(dim=1).tolist()
+            counts += labels_BT.ne(-100).double().sum(dim=1).tolist()
+            if progress is not None:
+                progress(len(nats))
     return [
         ItemMetric(
             name=f"{family}.loss",

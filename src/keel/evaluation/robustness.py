@@ -21,7 +21,7 @@ from torch import Tensor
 from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
-from keel.evaluation.scoring import HEAD_TOKENS, LanguageModel, score_tokens
+from keel.evaluation.scoring import HEAD_TOKENS, LanguageModel, evaluating, score_tokens
 from keel.evaluation.statistics import Array
 
 BATCH_TOKENS = 4096  # tokens whose states exist at a time
@@ -83,25 +83,20 @@ def robustness(
     if not windows:
         raise KeelError("robustness: no windows to score; give more text or shorter windows")
     ids_NT = torch.stack([window.ids for window in windows])
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.inference_mode():
-            scores = _Scores(model, ids_NT, torch.device(device))
-            clean_N = scores.nats(None, 0.0)
-            rms = scores.embedding_rms()
-            metrics = [
-                scores.metric("ppl", clean_N, "perplexity per token", exponential=True),
-                _once("embedding_rms", rms, "root mean square", len(windows)),
-                scores.contextual_embedding_error(),
-            ]
-            for index, condition in enumerate(conditions):
-                if progress is not None:
-                    progress(condition.metric, index)
-                perturbed_N = scores.nats(condition.kind, condition.sigma * (rms if condition.relative else 1.0))
-                metrics.append(scores.metric(condition.metric, perturbed_N - clean_N, "ratio", exponential=True))
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        scores = _Scores(model, ids_NT, torch.device(device))
+        clean_N = scores.nats(None, 0.0)
+        rms = scores.embedding_rms()
+        metrics = [
+            scores.metric("ppl", clean_N, "perplexity per token", exponential=True),
+            _once("embedding_rms", rms, "root mean square", len(windows)),
+            scores.contextual_embedding_error(),
+        ]
+        for index, condition in enumerate(conditions):
+            if progress is not None:
+                progress(condition.metric, index)
+            perturbed_N = scores.nats(condition.kind, condition.sigma * (rms if condition.relative else 1.0))
+            metrics.append(scores.metric(condition.metric, perturbed_N - clean_N, "ratio", exponential=True))
     return metrics
 
 

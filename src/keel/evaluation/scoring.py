@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, R rows (tokens), D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +36,18 @@ class TokenScore(NamedTuple):
 
     nll_R: Tensor
     hit_R: Tensor
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluate inside: without dropout and without gradients; the model's mode is put back afterwards."""
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def score_tokens(

@@ -23,7 +23,7 @@ from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.robustness import EmbeddedModel
-from keel.evaluation.scoring import HEAD_TOKENS
+from keel.evaluation.scoring import HEAD_TOKENS, evaluating
 from keel.evaluation.statistics import Array
 from keel.evaluation.support import barriers
 from keel.streams import MarginPrior
@@ -89,24 +89,19 @@ def selective(
         raise KeelError("selective: no windows to score; give more text or shorter windows")
     confidence, wrong = [], []
     scores: dict[str, list[Array]] = {"max_probability": [], "entropy": []}
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.inference_mode():
-            for index, window in enumerate(windows):
-                ids_1T = window.ids[:-1].unsqueeze(0).to(device)
-                surest_T, entropy_T, hit_T = _predictions(model, ids_1T, window.ids[1:].to(device))
-                confidence.append(surest_T)
-                wrong.append(1 - hit_T)
-                scores["max_probability"].append(surest_T)
-                scores["entropy"].append(-entropy_T)
-                if prior is not None:
-                    barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T))
-                    scores.setdefault("barrier", []).append(-barrier_1T[0].double().cpu().numpy())
-                if progress is not None:
-                    progress(index + 1)
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for index, window in enumerate(windows):
+            ids_1T = window.ids[:-1].unsqueeze(0).to(device)
+            surest_T, entropy_T, hit_T = _predictions(model, ids_1T, window.ids[1:].to(device))
+            confidence.append(surest_T)
+            wrong.append(1 - hit_T)
+            scores["max_probability"].append(surest_T)
+            scores["entropy"].append(-entropy_T)
+            if prior is not None:
+                barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T))
+                scores.setdefault("barrier", []).append(-barrier_1T[0].double().cpu().numpy())
+            if progress is not None:
+                progress(index + 1)
     wrong_N, ends = np.concatenate(wrong), np.cumsum([len(part) for part in wrong])[:-1]
     metrics = [_metric("ece", calibration_terms(np.concatenate(confidence), 1 - wrong_N), ends)]
     for name, parts in scores.items():
