@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from keel.data.windows import Segment
 from keel.errors import KeelError
-from keel.evaluation.scoring import LanguageModel, score_tokens
+from keel.evaluation.scoring import LanguageModel, evaluating, score_tokens
 from keel.evaluation.statistics import TokenScores
 
 
@@ -142,25 +142,21 @@ def extrapolation(
     """
     _check(segments, lengths, token_budget, head_tokens)
     documents = np.unique(np.concatenate([segment.document_T for segment in segments]))
-    was_training, sums = model.training, {}
-    model.train(False)
+    sums = {}
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), disable=not progress
     )
-    try:
-        with torch.inference_mode(), bar:
-            for length in lengths:
-                if before_length is not None:
-                    before_length(length)
-                task = bar.add_task(f"length {length:,}", total=sum(len(segment.ids) - 1 for segment in segments))
-                started = time.perf_counter()
-                total = _Totals(documents)
-                for batch in _batches(segments, length, token_budget):
-                    _score(model, segments, batch, torch.device(device), head_tokens, total)
-                    bar.advance(task, sum(stop - start for _, start, stop in batch))
-                sums[length] = total.finish(time.perf_counter() - started)
-    finally:
-        model.train(was_training)
+    with evaluating(model), bar:
+        for length in lengths:
+            if before_length is not None:
+                before_length(length)
+            task = bar.add_task(f"length {length:,}", total=sum(len(segment.ids) - 1 for segment in segments))
+            started = time.perf_counter()
+            total = _Totals(documents)
+            for batch in _batches(segments, length, token_budget):
+                _score(model, segments, batch, torch.device(device), head_tokens, total)
+                bar.advance(task, sum(stop - start for _, start, stop in batch))
+            sums[length] = total.finish(time.perf_counter() - started)
     return ExtrapolationResult(documents=tuple(documents.tolist()), sums=sums)
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from keel.data import Document
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, accuracy
-from keel.evaluation.scoring import LanguageModel, score_tokens
+from keel.evaluation.scoring import LanguageModel, evaluating, score_tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,24 +80,19 @@ def last_word(
     """
     chosen = passages[:num_passages]
     metrics = []
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.inference_mode():
-            for context in contexts:
-                nats: list[float] = []
-                hits: list[bool] = []
-                rows = [_row(passages, index, context, separator) for index in range(len(chosen))]
-                size = max(1, token_budget // context)
-                for start in range(0, len(rows), size):
-                    for nll, hit in _score(model, rows[start : start + size], chosen[start : start + size], device):
-                        nats.append(nll)
-                        hits.append(hit)
-                    if progress is not None:
-                        progress(context, len(nats))
-                metrics += _metrics(family, context, nats, hits)
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for context in contexts:
+            nats: list[float] = []
+            hits: list[bool] = []
+            rows = [_row(passages, index, context, separator) for index in range(len(chosen))]
+            size = max(1, token_budget // context)
+            for start in range(0, len(rows), size):
+                for nll, hit in _score(model, rows[start : start + size], chosen[start : start + size], device):
+                    nats.append(nll)
+                    hits.append(hit)
+                if progress is not None:
+                    progress(context, len(nats))
+            metrics += _metrics(family, context, nats, hits)
     return metrics
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from keel.data import CorpusConfig, MaskedCorpus, TaskData, TokenCorpus, evaluation_segments, read_documents
+from keel.data import CorpusConfig, MaskedCorpus, Segment, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
 from keel.evaluation.attention_match import attention_match
 from keel.evaluation.blocks import block_scores
@@ -36,6 +36,7 @@ from keel.files import write_atomically
 from keel.positions import Positions, set_positions
 from keel.streams import MarginPrior, StructuralStream
 from keel.training import Recipe
+from keel.training.sections import Windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +182,14 @@ def _blocks(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _windows(subject: Subject, wanted: Windows) -> list[Segment]:
+    assert isinstance(subject.data, TokenCorpus)
+    return evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows)
+
+
 def _robustness(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.robustness
-    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    assert wanted is not None
     kinds: list[tuple[Literal["noise", "drift"], bool, list[float]]] = [
         ("noise", False, wanted.noise),
         ("noise", True, wanted.noise_snr),
@@ -193,7 +199,7 @@ def _robustness(subject: Subject) -> list[ItemMetric]:
     conditions = [Perturbation(kind, sigma, relative) for kind, relative, sigmas in kinds for sigma in sigmas]
     return robustness(
         subject.model,
-        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        _windows(subject, wanted),
         conditions,
         device=subject.device,
         progress=lambda name, done: subject.tell(name, done, len(conditions)),
@@ -207,11 +213,11 @@ def _prior(subject: Subject) -> MarginPrior | None:
 
 def _selective(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.selective
-    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    assert wanted is not None
     return selective(
         subject.model,
         _prior(subject),
-        evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows),
+        _windows(subject, wanted),
         device=subject.device,
         progress=lambda done: subject.tell("sure and wrong predictions", done, wanted.windows),
     )
@@ -219,9 +225,9 @@ def _selective(subject: Subject) -> list[ItemMetric]:
 
 def _support(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.support
-    assert wanted is not None and isinstance(subject.data, TokenCorpus)
+    assert wanted is not None
     subject.tell("support tokens", 0, 1)
-    windows = evaluation_segments(getattr(subject.data, wanted.split), wanted.length, wanted.windows)
+    windows = _windows(subject, wanted)
     found = support_tokens(
         subject.model,
         _prior(subject),

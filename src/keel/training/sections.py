@@ -256,54 +256,47 @@ class Blocks(Section):
     name: str = "blocks"
 
 
-class Robustness(Section):
-    """What a perturbation of the embeddings costs (``keel.evaluation.robustness``), on text.
+class Windows(Section):
+    """Windows of text that something is measured on.
 
     Attributes:
         windows: stretches of the split, without overlap.
         length: tokens of each.
         split: ``valid`` or ``test``.
-        noise, drift: standard deviations of the two kinds of perturbation, absolute.
-        noise_snr, drift_snr: the same in units of the embeddings' root mean square.
     """
 
     windows: Count = 64
     length: Annotated[int, Field(ge=2)] = 256
     split: Literal["valid", "test"] = "valid"
+
+
+class Robustness(Windows):
+    """What a perturbation of the embeddings costs (``keel.evaluation.robustness``), on text.
+
+    Attributes:
+        noise, drift: standard deviations of the two kinds of perturbation, absolute.
+        noise_snr, drift_snr: the same in units of the embeddings' root mean square.
+    """
+
     noise: list[Positive] = [0.05, 0.1, 0.2, 0.3, 0.4]
     noise_snr: list[Positive] = [0.25, 0.5, 1.0, 1.5, 2.0]
     drift: list[Positive] = [0.5, 1.0, 2.0, 4.0]
     drift_snr: list[Positive] = [2.0, 4.0, 8.0, 16.0]
 
 
-class Support(Section):
+class Support(Windows):
     """How concentrated the barrier of a margin prior is (``keel.evaluation.support``), on text.
 
     Attributes:
-        windows: stretches of the split, without overlap.
-        length: tokens of each.
-        split: ``valid`` or ``test``.
         rank: of the freshly initialised prior, for arms without one of their own.
     """
 
     windows: Count = 32
-    length: Annotated[int, Field(ge=2)] = 256
-    split: Literal["valid", "test"] = "valid"
     rank: Count = 64
 
 
-class Selective(Section):
-    """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text.
-
-    Attributes:
-        windows: stretches of the split, without overlap.
-        length: tokens of each.
-        split: ``valid`` or ``test``.
-    """
-
-    windows: Count = 64
-    length: Annotated[int, Field(ge=2)] = 256
-    split: Literal["valid", "test"] = "valid"
+class Selective(Windows):
+    """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text."""
 
 
 class Masked(Section):
