@@ -12,12 +12,14 @@ from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig
 
 from keel.data.corpora import CorpusConfig
+from keel.data.disruptions import DisruptionConfig
 from keel.data.languages import LANGUAGES
 from keel.errors import KeelError, build_config, suggest
 from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
+from keel.training.signal_losses import LOSSES
 
 ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
@@ -191,6 +193,26 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
             )
 
 
+def _check_dynamics(recipe: Recipe, phase: Phase, where: str) -> None:
+    """Refuse what a phase's ``dynamics`` name and there is not."""
+    wanted = phase.dynamics
+    if wanted is None:
+        return
+    at = f"{where}, phase {phase.name!r}: dynamics"
+    if recipe.data.task is not None or recipe.data.masking is not None:
+        raise KeelError(f"{at}: disruptions are of text to continue; remove it, or data.task and data.masking")
+    if phase.label_smoothing:
+        raise KeelError(f"{at}: label_smoothing is for plain text; remove one of the two")
+    for name in wanted.losses:
+        if name not in LOSSES:
+            raise KeelError(f"{at}.losses: unknown {name!r}; {suggest(name, LOSSES)}")
+    _refuse_unknown(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
+    with _naming(f"{at}.disruptions"):
+        build_config(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
+    if not wanted.base and not any(wanted.losses.values()):
+        raise KeelError(f"{at}: base is 0 and there are no losses; nothing would be learnt")
+
+
 def _check_phases(phases: Iterable[Phase], where: str) -> None:
     names = [phase.name for phase in phases]
     for name in names:
@@ -219,6 +241,7 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
+        _check_dynamics(recipe, phase, where)
         if phase.trainable == "streams" and not arm.streams:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"

@@ -31,6 +31,7 @@ from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
+from keel.training.dynamics import disrupted_windows, prepare
 from keel.training.sections import Phase
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
 
@@ -108,6 +109,7 @@ def train(
             shutil.rmtree(settings.folder)
         if isinstance(model, KeelForCausalLM):
             model.trainable(phase.trainable)
+            prepare(model, phase)
         trainer = PhaseTrainer(model, *_samples(data, phase, seed), settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
@@ -175,6 +177,8 @@ def _samples(
         # What is validated on is masked alike for all arms and seeds.
         valid_windows = data.windows(data.valid, phase.window, phase.window, seed=0)
         return data.windows(data.train, phase.window, phase.window_stride, seed), spread_out(valid_windows)
+    if phase.dynamics is not None:
+        return disrupted_windows(data, phase, seed), validation_windows(data.valid, phase.window)
     train = SlidingWindows(data.train, phase.window, phase.window_stride)
     return train, validation_windows(data.valid, phase.window)
 

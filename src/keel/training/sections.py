@@ -125,6 +125,26 @@ class Arm(Section):
         return {name: {"type": name, **fields} for name, fields in self.streams.items()}
 
 
+class Dynamics(Section):
+    """What a phase teaches a dynamic state path on disrupted text (DTA §9); the phase's windows are its rollouts.
+
+    Attributes:
+        disruptions: fields of ``keel.data.disruptions.DisruptionConfig``.
+        losses: weight by name of ``keel.training.signal_losses.LOSSES``; those of §9B to §9D.
+        base: weight of the cross-entropy, L_base.
+        parameters: of the path that learn; null for all that the phase trains.
+        truncation: tokens after which gradients are cut in the recurrence; null for none.
+        active: whether the path runs at all; before its own training it does not (§9A).
+    """
+
+    disruptions: dict[str, Any] = {}
+    losses: dict[str, NonNegative] = {}
+    base: NonNegative = 1.0
+    parameters: list[str] | None = None
+    truncation: Count | None = None
+    active: bool = True
+
+
 class Phase(Section):
     """One stretch of training with its own trainer.
 
@@ -146,6 +166,7 @@ class Phase(Section):
         precision: ``fp32``, or ``bf16`` for autocast.
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
+        dynamics: what a dynamic state path learns; null for plain text.
     """
 
     name: str
@@ -166,6 +187,7 @@ class Phase(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
+    dynamics: Dynamics | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:

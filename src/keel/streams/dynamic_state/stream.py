@@ -31,6 +31,7 @@ from keel.streams.dynamic_state.config import DynamicStateConfig
 from keel.streams.dynamic_state.dynamics import (
     StepWeights,
     TokenParts,
+    direction,
     noise,
     norm,
     signals_of,
@@ -63,11 +64,13 @@ class DynamicStateStream(Stream):
     """The dynamic state path of DTA (§2 to §8), beside the host's final norm.
 
     ``telemetry`` is where the substrate's features come from: constant and healthy unless another source is put there.
+    ``truncation``: columns after which gradients of a long rollout are cut in the recurrence (§9D); None for none.
 
     State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens. Signals: ``coherence`` (I),
-    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and
-    ``state``, [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor`` [B, Q]; signals ``change`` and
-    ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is detected; the others as measured.
+    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc``,
+    ``state`` and ``query`` (P h of unit length), [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor``
+    [B, Q]; signals ``change`` and ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is
+    detected; the others as measured.
     Reference twin: ``reference_dynamic_state``.
 
     The author of DTA states research-only terms; NOTICE repeats them.
@@ -82,6 +85,7 @@ class DynamicStateStream(Stream):
     def __init__(self, config: Any = None, **fields: Any) -> None:
         super().__init__(config, **fields)
         self.telemetry: Telemetry = ConstantTelemetry()
+        self.truncation: int | None = None
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
@@ -213,6 +217,10 @@ class DynamicStateStream(Stream):
         self.substrate_weight.copy_(sign * weight_R)
         self.substrate_bias.copy_(sign * bias)
 
+    def directions(self, tpc_BTK: Tensor) -> Tensor:
+        """Return u, the direction in the state that a TPC stands for, of unit length (all ones where x is broadcast)."""
+        return direction(self._step_weights(tpc_BTK.dtype), tpc_BTK)
+
     def _step_weights(self, dtype: torch.dtype) -> StepWeights:
         of = self._parameters  # a token of decoding pays for every look through the module
         names = ("state_weight", "tpc_weight", "tpc_bias", "coherence_tpc", "direction")
@@ -248,11 +256,26 @@ class DynamicStateStream(Stream):
 
     def _sequence(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Return [TPC, s], and under safeguards [baseline, governor], after every token, [B, T, X]."""
+        if self.truncation is not None and self.training and parts.query_BK.shape[1] > self.truncation:
+            return self._truncated(parts, weights, before_BX, starts_BT, self.truncation)
         first_readings = self.config.continuity == "trajectory" and self.config.update == "directional"
         plain = before_BX.shape[-1] == 2 * self.config.state_size
         if first_readings and plain and parts.query_BK.shape[1] > 1:
             return dynamic_state_recurrence(parts, weights, self.config.retention, before_BX, starts_BT)
         return self._loop(parts, weights, before_BX, starts_BT)
+
+    def _truncated(
+        self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None, columns: int
+    ) -> Tensor:
+        found = []
+        for start in range(0, parts.query_BK.shape[1], columns):
+            here = slice(start, start + columns)
+            stretch = TokenParts(*(part[:, here] for part in parts))
+            starts = None if starts_BT is None else starts_BT[:, here]
+            run = self._sequence(stretch, weights, before_BX, starts)
+            found.append(run)
+            before_BX = run[:, -1].detach()
+        return torch.cat(found, 1)
 
     def _loop(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
         rows = []
@@ -282,7 +305,7 @@ class DynamicStateStream(Stream):
         )
 
     def _signals(self, flow: DynamicStateFlow) -> dict[str, Tensor]:
-        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"]}
+        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"], "query": flow.parts.query_BK}
         if flow.guarded:
             memory = Memory(*flow.states["governor"].split(SIZES, -1))
             measured = dict(zip(MEASURES, memory.measures.unbind(-1), strict=True))
