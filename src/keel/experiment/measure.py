@@ -23,6 +23,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
+from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -286,6 +287,9 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "robustness": _robustness,
     "support": _support,
     "selective": _selective,
+    "signals": measure_signals,
+    "dta": measure_dta,
+    "faults": measure_faults,
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
+from keel.experiment.time_lines import draw_time_lines
 from keel.probes.output import share_figure
 from keel.training import Recipe
 
 ATTENTION_FILE = "attention.json"
 SUPPORT_FILE = "support.json"
+SIGNALS_FILE = "signals.json"
 GATES_PREFIX = "gates"
 _PREFIX = "attention"
 _COLOUR = (0.16, 0.50, 0.75)  # it reads on light and on dark paper, which a raster cannot follow
@@ -36,6 +38,7 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
         *_heat_maps(recipe, folders, out, seed),
         *_gates(recipe, folders, out, seed),
         *_support(recipe, folders, out, seed),
+        *_signals(recipe, folders, out, seed),
     ]
 
 
@@ -111,6 +114,21 @@ def _support(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) 
     drawing = share_figure({**learned, "Fresh prior": fresh}, caption)
     drawing.write(out / "figures", "support")
     return [Picture(file="figures/support.curves.png", title=drawing.title, caption=drawing.caption)]
+
+
+def _signals(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
+    """Draw the signals of a path along a text that random tokens interrupt (DTA §11.6), one picture an arm."""
+    found = []
+    for arm, folder in folders.items():
+        path = folder / SIGNALS_FILE
+        if path.is_file():
+            given = json.loads(path.read_text(encoding="utf-8"))
+            drawing = draw_time_lines(given["signals"], given["stages"], arm, recipe.label_of(arm), seed)
+            drawing.write(out / "figures", "signals")
+            found.append(
+                Picture(file=f"figures/signals.{drawing.name}.png", title=drawing.title, caption=drawing.caption)
+            )
+    return found
 
 
 def _gates(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:

@@ -87,7 +87,19 @@ def _check_data(recipe: Recipe) -> None:
             _refuse_unknown(CorpusConfig, fields, where)
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
-    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
+    needs = {
+        name: "text"
+        for name in (
+            "extrapolation",
+            "last_word",
+            "blocks",
+            "geometry",
+            "span",
+            "signals",
+            "dta",
+            "faults",
+        )
+    }
     needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
@@ -100,6 +112,11 @@ def _check_data(recipe: Recipe) -> None:
         raise KeelError(
             f"evaluation.gates: on a task gates are held against bracket depth, and {task.language!r} has none; use dyck or text"
         )
+    if recipe.evaluation.signals is not None:
+        given = recipe.evaluation.signals.disruptions
+        _refuse_unknown(DisruptionConfig, given, "evaluation.signals.disruptions")
+        with _naming("evaluation.signals.disruptions"):
+            build_config(DisruptionConfig, given, "evaluation.signals.disruptions")
     if recipe.data.task is not None:
         _check_task(recipe.data.task)
 

@@ -321,6 +321,48 @@ class Selective(Windows):
     """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text."""
 
 
+class SignalQuality(Windows):
+    """Whether a path's signals tell disrupted tokens from clean ones (``keel.evaluation.signals``), on text.
+
+    Attributes:
+        disruptions: fields of ``keel.data.disruptions.DisruptionConfig``.
+    """
+
+    split: Literal["valid", "test"] = "test"
+    disruptions: dict[str, Any] = {}
+
+
+class Dta(Section):
+    """The evaluation suite of DTA §11 (``keel.evaluation.dta_suite``), on text.
+
+    Attributes:
+        rows: paragraphs that are continued.
+        prompt: tokens of each.
+        tokens: generated after each; §11.2 has 800 to 1,200.
+        noise, around, distances, planted: see ``keel.evaluation.dta_suite.SuiteSizes``.
+        topics: clusters of the corpus's documents.
+    """
+
+    rows: Count = 8
+    prompt: Count = 96
+    tokens: Annotated[int, Field(ge=80)] = 1000
+    noise: Count = 40
+    around: Annotated[int, Field(ge=20)] = 150
+    distances: Annotated[list[Count], Field(min_length=1)] = [50, 400]
+    planted: Count = 16
+    topics: Annotated[int, Field(ge=2)] = 12
+
+
+class Faults(Section):
+    """The failure-mode table of DTA §12 (``keel.evaluation.faults``), for arms with safeguards, on text.
+
+    Attributes:
+        rows: stretches of the test split that every fault is injected into.
+    """
+
+    rows: Count = 4
+
+
 class Masked(Section):
     """Loss and accuracy of masked tokens (``keel.evaluation.masked``), in windows that are masked alike for all arms and seeds.
 
@@ -412,6 +454,9 @@ class Evaluation(Section):
     robustness: Robustness | None = None
     support: Support | None = None
     selective: Selective | None = None
+    signals: SignalQuality | None = None
+    dta: Dta | None = None
+    faults: Faults | None = None
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
