@@ -247,8 +247,9 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         raise KeelError(f"{where}.host: family and vocabulary are the same for all arms; remove them here")
     if arm.host:
         _check_host_fields(str(recipe.host["family"]), arm.host, f"{where}.host")
-    for stream, fields in arm.stream_configs().items():
-        _check_stream(f"{where}.streams.{stream}", fields)
+    if arm.weights_of is None:
+        for stream, fields in arm.stream_configs().items():
+            _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:
         _check_positions(recipe, name)
     if arm.weights_of is not None:
@@ -256,6 +257,8 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         return
     if arm.embedding_scale is not None:
         raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
+    if arm.weights_after is not None:
+        raise KeelError(f"{where}.weights_after: only for an arm with weights_of; name the arm whose weights these are")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
         _check_dynamics(recipe, phase, where)
@@ -303,13 +306,17 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
         )
     if arm.phases is not None:
         raise KeelError(f"arms.{name}.phases: an arm with weights_of is not trained; remove one of the two")
-    if arm.streams:
+    for stream, fields in recipe.streams_of(name).items():
+        _check_stream(f"arms.{name}.streams.{stream}", fields)
+    known = [phase.name for phase in recipe.phases_of(lender)]
+    if arm.weights_after is not None and arm.weights_after not in known[:-1]:
         raise KeelError(
-            f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two"
+            f"arms.{name}.weights_after: {lender!r} has no phase {arm.weights_after!r} before its last; {suggest(arm.weights_after, known)}"
         )
-    if arm.positions is None and arm.embedding_scale is None:
+    if not (arm.positions or arm.embedding_scale or arm.weights_after or arm.streams):
         raise KeelError(
-            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions or embedding_scale"
+            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions, embedding_scale, weights_after or "
+            "streams"
         )
 
 

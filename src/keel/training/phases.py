@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def train(
     device: str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    keep: Collection[str] = (),
 ) -> TrainingReport:
     """Train ``model`` through ``phases`` and leave model and report in ``folder``.
 
@@ -88,6 +89,7 @@ def train(
             same number of threads the weights end bitwise as if it had never stopped.
         device: ``cpu``, or None for the fastest there is.
         progress: called on the first process with what just happened.
+        keep: phases whose model at their end is kept as well, as ``folder/after_PHASE``.
     Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
     the text.
     """
@@ -113,6 +115,11 @@ def train(
         trainer = PhaseTrainer(model, *_samples(data, phase, seed), settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
+        if phase.name in keep:
+            with one_line_on_full_disk(
+                f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
+            ):
+                save_model(trainer.model, data.tokenizer, folder / f"after_{phase.name}")
     if isinstance(model, KeelForCausalLM):
         model.set_step(first_step)
     report = _report(arm, seed, phases, records, trainer)

@@ -108,8 +108,9 @@ class Arm(Section):
     ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
-    (``keel.evaluation.robustness.rescale_embeddings``). ``phases`` replace the recipe's; one that is named like one of those has its
-    fields where it says nothing else.
+    (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
+    ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
+    recipe's; one that is named like one of those has its fields where it says nothing else.
     """
 
     label: str | None = None
@@ -117,6 +118,7 @@ class Arm(Section):
     streams: dict[str, dict[str, Any]] = {}
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
+    weights_after: str | None = None
     embedding_scale: Positive | None = None
     phases: list[Phase] | None = None
 
@@ -506,8 +508,11 @@ class Recipe(Section):
         return self.arms[arm].phases or self.phases
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
-        """Return the streams of ``arm``, or of the arm whose weights it uses."""
-        return self.arms[self.arms[arm].weights_of or arm].stream_configs()
+        """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""
+        lent = {} if self.arms[arm].weights_of is None else self.arms[self.arms[arm].weights_of or ""].streams
+        own = self.arms[arm].streams
+        merged = {name: {**lent.get(name, {}), **own.get(name, {})} for name in {**lent, **own}}
+        return {name: {"type": name, **fields} for name, fields in merged.items()}
 
     def label_of(self, arm: str) -> str:
         """Return what people call ``arm``."""
