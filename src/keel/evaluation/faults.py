@@ -127,10 +127,11 @@ def _for_good(working_T: Tensor) -> float:
 def _read(model: KeelForCausalLM, name: str, ids_1T: Tensor, explode_at: int | None) -> dict[str, Tensor]:
     """Read a row; where asked, in two passes with a state in between that something made ten thousand times too long."""
     parts = [ids_1T] if explode_at is None else [ids_1T[:, :explode_at], ids_1T[:, explode_at:]]
-    cache, found = None, []
+    cache: Any = None
+    found = []
     for index, part in enumerate(parts):
         if index:
-            cache.layers[-1].previous(name)["s"].mul_(1e4)  # type: ignore[attr-defined]
+            cache.layers[-1].previous(name)["s"].mul_(1e4)
         output = model(input_ids=part, past_key_values=cache, use_cache=explode_at is not None, collect_signals=True)
         cache = output.past_key_values
         found.append(output.signals)
@@ -159,7 +160,7 @@ def _injected(stream: DynamicStateStream, mode: str, fault: slice, length: int) 
         tamper(parts, fault, stream)
         return parts
 
-    stream._token_parts = tampered  # type: ignore[method-assign]
+    setattr(stream, "_token_parts", tampered)  # noqa: B010 - to mypy a method is no variable
     try:
         yield
     finally:

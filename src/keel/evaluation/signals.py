@@ -44,7 +44,7 @@ def dynamic_state_of(model: Any) -> tuple[str, DynamicStateStream] | None:
     return next(((name, s) for name, s in streams.items() if isinstance(s, DynamicStateStream)), None)
 
 
-def auroc_terms(score: Sequence[Array], positive: Sequence[Array], negative: Sequence[Array]) -> tuple[Array, Array]:
+def auroc_terms(score: Sequence[Array], positive: Sequence[Any], negative: Sequence[Any]) -> tuple[Array, Array]:
     """Return what each window adds to numerator and denominator of the AUROC, [W] each; the value is the ratio of their sums.
 
     Args:
@@ -53,7 +53,7 @@ def auroc_terms(score: Sequence[Array], positive: Sequence[Array], negative: Seq
     Raises: KeelError where all windows together lack one of the two.
     """
     ends = np.cumsum([len(row) for row in score])[:-1]
-    values, found, calm = (np.concatenate(rows) for rows in (score, positive, negative))
+    values, found, calm = np.concatenate(score), np.concatenate(positive), np.concatenate(negative)
     if not found.any() or not calm.any():
         raise KeelError(
             f"AUROC: {int(found.sum())} disrupted and {int(calm.sum())} clean tokens; give text with both, more or longer windows"
@@ -119,8 +119,8 @@ def signal_quality(
         for start in range(0, len(windows), rows):
             chosen = windows[start : start + rows]
             batch = {name: torch.stack([window[name] for window in chosen]).to(device) for name in chosen[0]}
-            for name, score in token_scores(model, batch).items():
-                scores.setdefault(name, []).extend(score.double().cpu().numpy())
+            for name, each in token_scores(model, batch).items():
+                scores.setdefault(name, []).extend(each.double().cpu().numpy())
             kinds.extend(batch["kind"][:, 1:].cpu().numpy())
             if progress is not None:
                 progress(start + len(chosen))
@@ -138,7 +138,7 @@ def signal_quality(
     return metrics
 
 
-def _metric(name: str, score: list[Array], positive: list[Array], kinds: list[Array]) -> ItemMetric:
+def _metric(name: str, score: list[Array], positive: list[Any], kinds: list[Array]) -> ItemMetric:
     tops, bottoms = auroc_terms(score, positive, [row == 0 for row in kinds])
     return ItemMetric(
         name=name, unit="AUROC", higher_is_better=True, numerators=tuple(tops), denominators=tuple(bottoms)
