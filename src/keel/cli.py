@@ -26,7 +26,7 @@ from typer.exceptions import TyperException
 from keel.errors import KeelError
 
 if TYPE_CHECKING:
-    from keel.training.recipe import Recipe
+    from keel.training.recipe import Recipe, Simulation
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
@@ -215,8 +215,16 @@ def run(
 
     Example:  keel run s_former/wikitext103_extrapolation --seeds 1 --only rope --set phases.train.steps=100
     """
+    from keel.experiment import run_simulation
+    from keel.training.recipe import Simulation
+
     chosen = _load(recipe, scale, list(changes or []), seeds)
     folder = out_dir or Path("runs") / f"{chosen.name}.{chosen.scale}"
+    if isinstance(chosen, Simulation):
+        if only:
+            raise KeelError(f"--only: {chosen.name} trains nothing and takes seconds; leave it out")
+        run_simulation(chosen, folder, resume=resume)
+        return _show(folder)
     _run(chosen, folder, device=device, resume=resume, jobs=jobs, only=only)
 
 
@@ -448,15 +456,15 @@ def doctor() -> None:
         raise FailedRun(f"{', '.join(broken)}: Keel cannot work like this; see above")
 
 
-def _load(recipe: str, scale: Scale | None, changes: list[str], seeds: int | None) -> Recipe:
-    from keel.training.recipe import load_recipe
+def _load(recipe: str, scale: Scale | None, changes: list[str], seeds: int | None) -> Recipe | Simulation:
+    from keel.training.recipe import load_any
 
-    loaded = load_recipe(recipe, scale, changes)
+    loaded = load_any(recipe, scale, changes)
     if seeds is None:
         return loaded
     more = (seed for seed in range(len(loaded.seeds) + seeds) if seed not in loaded.seeds)
     wanted = [*loaded.seeds, *more][:seeds]
-    return load_recipe(recipe, scale, [*changes, f"seeds={wanted}"])
+    return load_any(recipe, scale, [*changes, f"seeds={wanted}"])
 
 
 def _run(recipe: Recipe, folder: Path, *, device: Device, **options: Any) -> None:

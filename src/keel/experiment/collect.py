@@ -193,13 +193,18 @@ def _exp(nats: float | None) -> float | None:
 def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int | None) -> Provenance:
     return Provenance(
         git=", ".join(plan.commits) or None,
-        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        versions=package_versions(),
         device=_device(recipe, out),
         seeds=recipe.seeds,
         documents=documents,
         started=datetime.datetime.fromisoformat(plan.started),
         wall_s=plan.wall_s,
     )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that a results file names."""
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 def _device(recipe: Recipe, out: Path) -> str:

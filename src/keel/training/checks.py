@@ -18,6 +18,7 @@ from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
+from keel.training.simulation import Simulation
 
 ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
@@ -31,6 +32,18 @@ def parse_recipe(given: Mapping[str, Any]) -> Recipe:
         raise KeelError(_one_line(error)) from error
     _check(recipe)
     return recipe
+
+
+def parse_simulation(given: Mapping[str, Any]) -> Simulation:
+    """Check a merged recipe that trains nothing.  Raises: KeelError, naming the first wrong field."""
+    try:
+        simulation = Simulation.model_validate(given)
+    except ValidationError as error:
+        raise KeelError(_one_line(error)) from error
+    for field, values in (("seeds", simulation.seeds), ("scalar_prior.spreads", simulation.scalar_prior.spreads)):
+        if len(set(values)) != len(values):
+            raise KeelError(f"{field}: each once, got {values}")
+    return simulation
 
 
 def _with_inherited_phases(given: Mapping[str, Any]) -> Mapping[str, Any]:
