@@ -21,6 +21,7 @@ from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, 
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
 from keel.experiment.measure import Evaluation, read_evaluation
 from keel.experiment.pictures import pictures
+from keel.experiment.robustness_pictures import robustness_pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
@@ -65,7 +66,7 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         arms=arms,
         comparisons=statistics.comparisons(),
         reference=None if reference is None else Reference(**reference.model_dump()),
-        figures=pictures(recipe, list(finished), out),
+        figures=[*pictures(recipe, list(finished), out), *robustness_pictures(recipe, finished, out)],
     )
 
 
