@@ -84,8 +84,7 @@ def _sources(recipe: Recipe | Simulation) -> list[str]:
     """What text a recipe reads."""
     if isinstance(recipe, Simulation):
         return []
-    passages = recipe.evaluation.last_word
-    given = [recipe.data.corpus, None if passages is None else passages.passages]
+    given = [recipe.data.corpus, *recipe.passages().values()]
     return [str(fields["source"]) for fields in given if fields is not None]
 
 

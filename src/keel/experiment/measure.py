@@ -20,10 +20,11 @@ from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
 from keel.evaluation.masked import masked_scores
+from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, robustness
-from keel.evaluation.selective import selective
+from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
-from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
+from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
     measure_geometry_of,
@@ -214,12 +215,50 @@ def _prior(subject: Subject) -> MarginPrior | None:
 def _selective(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.selective
     assert wanted is not None
-    return selective(
+    found = selective(
         subject.model,
         _prior(subject),
         _windows(subject, wanted),
         device=subject.device,
         progress=lambda done: subject.tell("sure and wrong predictions", done, wanted.windows),
+    )
+    return _with_curves(subject, "next tokens", found)
+
+
+def _selective_words(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.selective_words
+    assert wanted is not None
+    documents = read_documents(build_config(CorpusConfig, wanted.passages, "evaluation.selective_words.passages"))
+    found = selective_words(
+        subject.model,
+        _prior(subject),
+        read_passages(documents, subject.data.tokenizer)[: wanted.count],
+        wanted.name,
+        device=subject.device,
+        progress=lambda done: subject.tell("sure and wrong last words", done, wanted.count),
+    )
+    return _with_curves(subject, "last words", found)
+
+
+def _with_curves(subject: Subject, what: str, found: Selective) -> list[ItemMetric]:
+    """Keep the risk-coverage curves for a picture, beside those of other predictions; return the metrics."""
+    path = subject.folder / RISK_FILE
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write_atomically(path, json.dumps({**kept, what: found.curves}).encode())
+    return found.metrics
+
+
+def _posterior(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.posterior
+    assert wanted is not None
+    return posterior_scores(
+        subject.model,
+        _prior(subject),
+        _windows(subject, wanted),
+        samples=wanted.samples,
+        noise=wanted.noise,
+        device=subject.device,
+        progress=lambda done: subject.tell("averages over embeddings", done, wanted.windows),
     )
 
 
@@ -286,6 +325,8 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "robustness": _robustness,
     "support": _support,
     "selective": _selective,
+    "selective_words": _selective_words,
+    "posterior": _posterior,
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,

@@ -90,15 +90,14 @@ def _check(recipe: Recipe) -> None:
 
 
 def _check_data(recipe: Recipe) -> None:
-    corpora = {"data.corpus": recipe.data.corpus}
-    if recipe.evaluation.last_word is not None:
-        corpora["evaluation.last_word.passages"] = recipe.evaluation.last_word.passages
+    corpora = {"data.corpus": recipe.data.corpus, **recipe.passages()}
     for where, fields in corpora.items():
         if fields is not None:
             _refuse_unknown(CorpusConfig, fields, where)
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
-    needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
+    on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
+    needs = dict.fromkeys((*on_text, "selective_words", "posterior"), "text")
     needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task

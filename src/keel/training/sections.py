@@ -299,6 +299,32 @@ class Selective(Windows):
     """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text."""
 
 
+class SelectiveWords(Section):
+    """The same of the last word of passages.
+
+    Attributes:
+        passages: fields of ``keel.data.corpora.CorpusConfig``, the source of the passages.
+        count: passages scored.
+        name: family of the metrics.
+    """
+
+    passages: dict[str, Any]
+    count: Count = 500
+    name: str = "lambada"
+
+
+class Posterior(Windows):
+    """What the average over sampled embeddings predicts (``keel.evaluation.posterior``): next tokens of text.
+
+    Attributes:
+        samples: embeddings drawn for a window.
+        noise: their standard deviation, in units of the embeddings' root mean square.
+    """
+
+    samples: Count = 8
+    noise: NonNegative = 0.25
+
+
 class Masked(Section):
     """Loss and accuracy of masked tokens (``keel.evaluation.masked``), in windows that are masked alike for all arms and seeds.
 
@@ -390,6 +416,8 @@ class Evaluation(Section):
     robustness: Robustness | None = None
     support: Support | None = None
     selective: Selective | None = None
+    selective_words: SelectiveWords | None = None
+    posterior: Posterior | None = None
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
@@ -429,6 +457,11 @@ class Recipe(Section):
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0]
     phases: Annotated[list[Phase], Field(min_length=1)]
     evaluation: Evaluation
+
+    def passages(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of every source of passages that the evaluation reads, by where they stand in the recipe."""
+        wanted = {"last_word": self.evaluation.last_word, "selective_words": self.evaluation.selective_words}
+        return {f"evaluation.{name}.passages": part.passages for name, part in wanted.items() if part is not None}
 
     def trained_arms(self) -> list[str]:
         """Return the names of the arms that have weights of their own."""
