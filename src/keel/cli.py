@@ -292,6 +292,28 @@ def generate(
     print(text)  # rich would take control characters out
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="Keel checkpoint or bare host: a folder, or a name on the Hub.")],
+    onnx: Annotated[Path, typer.Option("--onnx", help="File to write, such as model.onnx.", metavar="FILE")],
+) -> None:
+    """Write one token of decoding as ONNX, with a description and a program that runs it without torch beside it.
+
+    Keys, values, the state of every stream and the telemetry go in and come out by name.
+
+    Example:  keel export runs/demo/structural/seed0/model --onnx exported/model.onnx
+    """
+    from keel.export import export_onnx
+    from keel.pretrained import load_model
+
+    with _working() as say:
+        model = load_model(checkpoint).float()
+        say("exporting")
+        files = export_onnx(model, onnx)
+    for file in files:
+        out.print(escape(str(file)))
+
+
 class Probe(StrEnum):
     """What to look at in a checkpoint."""
 

@@ -38,6 +38,7 @@ FLOORS = {
     "probes": 3,
     "pretrained": 3,
     "decoding": 3,
+    "export": 3,
     "report": 4,
     "experiment": 4,
     "trial": 4,
