@@ -45,6 +45,7 @@ FLOORS = {
     "doctor": 4,
     "probing": 4,
     "parsing": 4,
+    "watching": 4,
     "cli": 5,
     "__main__": 6,
     "__init__": 6,  # re-exports the public names; nobody inside imports from it
