@@ -17,6 +17,8 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,6 +161,24 @@ def site_modules(host: PreTrainedModel, family: HostFamily, site: str, layer: in
         return [SiteModule(getattr(block, family.mlp_input))]
     fused = _fused_projection(host, family) if len(family.query_key) == 1 else None
     return [SiteModule(getattr(attention, name), fused=fused) for name in family.query_key]
+
+
+@contextmanager
+def rewritten_layer_input(
+    host: PreTrainedModel, family: HostFamily, layer: int, rewrite: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let a layer of ``host`` read ``rewrite(hidden_BTD)`` in place of its hidden states while the body runs."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (rewrite(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": rewrite(kwargs["hidden_states"])}
+
+    handle = getattr(host.base_model, family.layers)[layer].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _fused_projection(host: PreTrainedModel, family: HostFamily) -> FusedProjection:

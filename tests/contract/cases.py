@@ -150,6 +150,7 @@ STREAM_CASES: dict[str, StreamCase] = {
             state_size=8,
             retention=0.3,
             noise_floor=0.02,
+            turbulence=4,
             safeguards={
                 "coherence_least": 0.15,
                 "patience": 3,

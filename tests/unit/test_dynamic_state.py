@@ -33,9 +33,19 @@ READINGS: list[dict[str, Any]] = [
     {"substrate": "sigmoid"},
     {"update": "broadcast"},
     {"init": "paper"},
-    {"tpc_input": "hidden_state", "noise": "hidden", "continuity": "magnitude", "update": "broadcast", "init": "paper"},
+    {"turbulence": 3},
+    {
+        "tpc_input": "hidden_state",
+        "noise": "hidden",
+        "continuity": "magnitude",
+        "update": "broadcast",
+        "init": "paper",
+        "turbulence": 2,
+    },
 ]
-every_reading = pytest.mark.parametrize("fields", READINGS, ids=lambda fields: "-".join(fields.values()) or "default")
+every_reading = pytest.mark.parametrize(
+    "fields", READINGS, ids=lambda fields: "-".join(map(str, fields.values())) or "default"
+)
 
 
 def mask(*rows: str) -> Tensor:
@@ -59,7 +69,8 @@ BATCHES: dict[str, dict[str, Tensor]] = {
 def test_a_pass_equals_the_blueprint(fields: dict[str, Any], batch: dict[str, Tensor], with_state: bool) -> None:
     stream, (hidden, residual, state) = make_stream(**fields), given_inputs(with_state=with_state)
     written, result = run(stream, hidden, residual, state, **batch)
-    expected, states, signals = reference_dynamic_state(stream, hidden, residual, healthy(), **batch, state=state)
+    given = {**batch, "state": state, "embeddings_BTD": hidden}
+    expected, states, signals = reference_dynamic_state(stream, hidden, residual, healthy(), **given)
     attended = batch.get("attended_BT", torch.ones(BATCH, LENGTH, dtype=torch.bool))
     torch.testing.assert_close(written, expected, **TOLERANCE)
     for name, value in states.items():

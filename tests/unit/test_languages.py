@@ -202,5 +202,5 @@ def test_the_fingerprint_of_a_task_is_that_of_its_samples(language: Any) -> None
 
 def test_all_languages_are_listed_by_the_family_of_their_metrics() -> None:
     assert {name: kind().family for name, kind in LANGUAGES.items()} == {
-        name: name for name in ("dyck", "json", "markov")
+        name: name for name in ("dyck", "facts", "json", "markov")
     }

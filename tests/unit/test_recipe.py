@@ -169,8 +169,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "arms.window.phases: an arm with weights_of is not trained",
     ),
     "streams of a borrower": (
-        changed(arms__window__streams={"structural": {}}),
-        "arms.window.streams: an arm with weights_of has the streams of 'rope'",
+        changed(arms__window__streams={"structural": {"gat": 1}}),
+        "arms.window.streams.structural.gat: unknown field; did you mean 'gate'?",
+    ),
+    "a phase that the lender does not have": (
+        changed(arms__window__weights_after="trian"),
+        "arms.window.weights_after: 'rope' has no phase 'trian' before its last",
+    ),
+    "a phase of a trained arm": (
+        changed(arms__rope__weights_after="train"),
+        "arms.rope.weights_after: only for an arm with weights_of",
     ),
     "borrower without change": (
         changed(arms__window__positions=None),

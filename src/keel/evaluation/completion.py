@@ -23,7 +23,7 @@ from keel.evaluation.items import ItemMetric
 from keel.model import KeelForCausalLM
 
 # What is lower in a better model; everything else that a language judges is higher.
-_LOWER_IS_BETTER = ("syntax_error",)
+_LOWER_IS_BETTER = ("syntax_error", "contradiction")
 _UNITS = {"field_f1": "F1"}
 
 

@@ -24,6 +24,7 @@ from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
+from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
 from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -327,6 +328,9 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "selective": _selective,
     "selective_words": _selective_words,
     "posterior": _posterior,
+    "signals": measure_signals,
+    "dta": measure_dta,
+    "faults": measure_faults,
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
 from keel.evaluation.selective import COVERAGES
+from keel.experiment.time_lines import draw_time_lines
 from keel.probes.output import Line, line_figure, share_figure
 from keel.training import Recipe
 
 ATTENTION_FILE = "attention.json"
 SUPPORT_FILE = "support.json"
 RISK_FILE = "risk.json"
+SIGNALS_FILE = "signals.json"
 GATES_PREFIX = "gates"
 _PREFIX = "attention"
 _COLOUR = (0.16, 0.50, 0.75)  # it reads on light and on dark paper, which a raster cannot follow
@@ -39,6 +41,7 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
         *_gates(recipe, folders, out, seed),
         *_support(recipe, folders, out, seed),
         *_risk(recipe, folders, out, seed),
+        *_signals(recipe, folders, out, seed),
     ]
 
 
@@ -137,6 +140,21 @@ def _risk(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> 
         found.append(
             Picture(file=f"figures/selective.{drawing.name}.png", title=drawing.title, caption=drawing.caption)
         )
+    return found
+
+
+def _signals(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
+    """Draw the signals of a path along a text that random tokens interrupt (DTA §11.6), one picture an arm."""
+    found = []
+    for arm, folder in folders.items():
+        path = folder / SIGNALS_FILE
+        if path.is_file():
+            given = json.loads(path.read_text(encoding="utf-8"))
+            drawing = draw_time_lines(given["signals"], given["stages"], arm, recipe.label_of(arm), seed)
+            drawing.write(out / "figures", "signals")
+            found.append(
+                Picture(file=f"figures/signals.{drawing.name}.png", title=drawing.title, caption=drawing.caption)
+            )
     return found
 
 

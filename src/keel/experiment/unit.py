@@ -22,7 +22,8 @@ from keel.errors import KeelError
 from keel.evaluation.robustness import rescale_embeddings
 from keel.experiment.measure import is_measured, measure, read_evaluation
 from keel.experiment.subject import Subject
-from keel.model import KeelForCausalLM
+from keel.model import KeelForCausalLM, attach
+from keel.streams import stream_from_config
 from keel.training import Recipe, load_recipe, read_training_report, train
 from keel.training.build import build_model, load_data
 from keel.training.phases import write_json
@@ -111,6 +112,7 @@ def run_unit(
             device=device,
             resume=True,
             progress=progress,
+            keep={other.weights_after or "" for other in recipe.arms.values() if other.weights_of == unit.arm},
         )
         del model
     if not is_measured(recipe, folder) and _is_first_process():
@@ -126,7 +128,11 @@ def evaluate_unit(
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
-    model = kind.from_pretrained(lender.folder(out) / "model").to(place)
+    after = recipe.arms[unit.arm].weights_after
+    model = kind.from_pretrained(lender.folder(out) / ("model" if after is None else f"after_{after}"))
+    if lender != unit and recipe.arms[unit.arm].streams:
+        model = _with_own_streams(model, recipe, unit)
+    model = model.to(place)
     scale = recipe.arms[unit.arm].embedding_scale
     if scale is not None:
         rescale_embeddings(model, scale)
@@ -141,6 +147,17 @@ def evaluate_unit(
     )
     content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)
+
+
+def _with_own_streams(model: KeelForCausalLM, recipe: Recipe, unit: Unit) -> KeelForCausalLM:
+    """Put the arm's own streams in place of the lender's: with its weights where it has such a stream, else untrained."""
+    torch.manual_seed(unit.seed)
+    made = attach(
+        model.detach(), {name: stream_from_config(fields) for name, fields in recipe.streams_of(unit.arm).items()}
+    )
+    for name, stream in model.wires.streams.items():
+        made.wires.streams[name].load_state_dict(stream.state_dict())
+    return made
 
 
 def _is_first_process() -> bool:

@@ -12,12 +12,14 @@ from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig
 
 from keel.data.corpora import CorpusConfig
+from keel.data.disruptions import DisruptionConfig
 from keel.data.languages import LANGUAGES
 from keel.errors import KeelError, build_config, suggest
 from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
+from keel.training.signal_losses import LOSSES
 from keel.training.simulation import Simulation
 
 ENCODER = "dstg"
@@ -97,7 +99,7 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
-    needs = dict.fromkeys((*on_text, "selective_words", "posterior"), "text")
+    needs = dict.fromkeys((*on_text, "selective_words", "posterior", "signals", "dta", "faults"), "text")
     needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
@@ -110,6 +112,11 @@ def _check_data(recipe: Recipe) -> None:
         raise KeelError(
             f"evaluation.gates: on a task gates are held against bracket depth, and {task.language!r} has none; use dyck or text"
         )
+    if recipe.evaluation.signals is not None:
+        given = recipe.evaluation.signals.disruptions
+        _refuse_unknown(DisruptionConfig, given, "evaluation.signals.disruptions")
+        with _naming("evaluation.signals.disruptions"):
+            build_config(DisruptionConfig, given, "evaluation.signals.disruptions")
     if recipe.data.task is not None:
         _check_task(recipe.data.task)
 
@@ -203,6 +210,26 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
             )
 
 
+def _check_dynamics(recipe: Recipe, phase: Phase, where: str) -> None:
+    """Refuse what a phase's ``dynamics`` name and there is not."""
+    wanted = phase.dynamics
+    if wanted is None:
+        return
+    at = f"{where}, phase {phase.name!r}: dynamics"
+    if recipe.data.task is not None or recipe.data.masking is not None:
+        raise KeelError(f"{at}: disruptions are of text to continue; remove it, or data.task and data.masking")
+    if phase.label_smoothing:
+        raise KeelError(f"{at}: label_smoothing is for plain text; remove one of the two")
+    for name in wanted.losses:
+        if name not in LOSSES:
+            raise KeelError(f"{at}.losses: unknown {name!r}; {suggest(name, LOSSES)}")
+    _refuse_unknown(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
+    with _naming(f"{at}.disruptions"):
+        build_config(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
+    if not wanted.base and not any(wanted.losses.values()):
+        raise KeelError(f"{at}: base is 0 and there are no losses; nothing would be learnt")
+
+
 def _check_phases(phases: Iterable[Phase], where: str) -> None:
     names = [phase.name for phase in phases]
     for name in names:
@@ -220,8 +247,9 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         raise KeelError(f"{where}.host: family and vocabulary are the same for all arms; remove them here")
     if arm.host:
         _check_host_fields(str(recipe.host["family"]), arm.host, f"{where}.host")
-    for stream, fields in arm.stream_configs().items():
-        _check_stream(f"{where}.streams.{stream}", fields)
+    if arm.weights_of is None:
+        for stream, fields in arm.stream_configs().items():
+            _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:
         _check_positions(recipe, name)
     if arm.weights_of is not None:
@@ -229,8 +257,11 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         return
     if arm.embedding_scale is not None:
         raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
+    if arm.weights_after is not None:
+        raise KeelError(f"{where}.weights_after: only for an arm with weights_of; name the arm whose weights these are")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
+        _check_dynamics(recipe, phase, where)
         if phase.trainable == "streams" and not arm.streams:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
@@ -275,13 +306,17 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
         )
     if arm.phases is not None:
         raise KeelError(f"arms.{name}.phases: an arm with weights_of is not trained; remove one of the two")
-    if arm.streams:
+    for stream, fields in recipe.streams_of(name).items():
+        _check_stream(f"arms.{name}.streams.{stream}", fields)
+    known = [phase.name for phase in recipe.phases_of(lender)]
+    if arm.weights_after is not None and arm.weights_after not in known[:-1]:
         raise KeelError(
-            f"arms.{name}.streams: an arm with weights_of has the streams of {lender!r}; remove one of the two"
+            f"arms.{name}.weights_after: {lender!r} has no phase {arm.weights_after!r} before its last; {suggest(arm.weights_after, known)}"
         )
-    if arm.positions is None and arm.embedding_scale is None:
+    if not (arm.positions or arm.embedding_scale or arm.weights_after or arm.streams):
         raise KeelError(
-            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions or embedding_scale"
+            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions, embedding_scale, weights_after or "
+            "streams"
         )
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
+from keel.training.dynamics import disrupted_windows, prepare
 from keel.training.sections import Phase
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
 
@@ -76,6 +77,7 @@ def train(
     device: str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    keep: Collection[str] = (),
 ) -> TrainingReport:
     """Train ``model`` through ``phases`` and leave model and report in ``folder``.
 
@@ -87,6 +89,7 @@ def train(
             same number of threads the weights end bitwise as if it had never stopped.
         device: ``cpu``, or None for the fastest there is.
         progress: called on the first process with what just happened.
+        keep: phases whose model at their end is kept as well, as ``folder/after_PHASE``.
     Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
     the text.
     """
@@ -108,9 +111,15 @@ def train(
             shutil.rmtree(settings.folder)
         if isinstance(model, KeelForCausalLM):
             model.trainable(phase.trainable)
+            prepare(model, phase)
         trainer = PhaseTrainer(model, *_samples(data, phase, seed), settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
+        if phase.name in keep:
+            with one_line_on_full_disk(
+                f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
+            ):
+                save_model(trainer.model, data.tokenizer, folder / f"after_{phase.name}")
     if isinstance(model, KeelForCausalLM):
         model.set_step(first_step)
     report = _report(arm, seed, phases, records, trainer)
@@ -175,6 +184,8 @@ def _samples(
         # What is validated on is masked alike for all arms and seeds.
         valid_windows = data.windows(data.valid, phase.window, phase.window, seed=0)
         return data.windows(data.train, phase.window, phase.window_stride, seed), spread_out(valid_windows)
+    if phase.dynamics is not None:
+        return disrupted_windows(data, phase, seed), validation_windows(data.valid, phase.window)
     train = SlidingWindows(data.train, phase.window, phase.window_stride)
     return train, validation_windows(data.valid, phase.window)
 

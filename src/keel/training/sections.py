@@ -108,8 +108,9 @@ class Arm(Section):
     ``streams`` maps a name to a stream's fields (``type`` defaults to the name). ``positions`` has the fields of
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
-    (``keel.evaluation.robustness.rescale_embeddings``). ``phases`` replace the recipe's; one that is named like one of those has its
-    fields where it says nothing else.
+    (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
+    ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
+    recipe's; one that is named like one of those has its fields where it says nothing else.
     """
 
     label: str | None = None
@@ -117,12 +118,33 @@ class Arm(Section):
     streams: dict[str, dict[str, Any]] = {}
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
+    weights_after: str | None = None
     embedding_scale: Positive | None = None
     phases: list[Phase] | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
         return {name: {"type": name, **fields} for name, fields in self.streams.items()}
+
+
+class Dynamics(Section):
+    """What a phase teaches a dynamic state path on disrupted text (DTA §9); the phase's windows are its rollouts.
+
+    Attributes:
+        disruptions: fields of ``keel.data.disruptions.DisruptionConfig``.
+        losses: weight by name of ``keel.training.signal_losses.LOSSES``; those of §9B to §9D.
+        base: weight of the cross-entropy, L_base.
+        parameters: of the path that learn; null for all that the phase trains.
+        truncation: tokens after which gradients are cut in the recurrence; null for none.
+        active: whether the path runs at all; before its own training it does not (§9A).
+    """
+
+    disruptions: dict[str, Any] = {}
+    losses: dict[str, NonNegative] = {}
+    base: NonNegative = 1.0
+    parameters: list[str] | None = None
+    truncation: Count | None = None
+    active: bool = True
 
 
 class Phase(Section):
@@ -146,6 +168,7 @@ class Phase(Section):
         precision: ``fp32``, or ``bf16`` for autocast.
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
+        dynamics: what a dynamic state path learns; null for plain text.
     """
 
     name: str
@@ -166,6 +189,7 @@ class Phase(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
+    dynamics: Dynamics | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -325,6 +349,48 @@ class Posterior(Windows):
     noise: NonNegative = 0.25
 
 
+class SignalQuality(Windows):
+    """Whether a path's signals tell disrupted tokens from clean ones (``keel.evaluation.signals``), on text.
+
+    Attributes:
+        disruptions: fields of ``keel.data.disruptions.DisruptionConfig``.
+    """
+
+    split: Literal["valid", "test"] = "test"
+    disruptions: dict[str, Any] = {}
+
+
+class Dta(Section):
+    """The evaluation suite of DTA §11 (``keel.evaluation.dta_suite``), on text.
+
+    Attributes:
+        rows: paragraphs that are continued.
+        prompt: tokens of each.
+        tokens: generated after each; §11.2 has 800 to 1,200.
+        noise, around, distances, planted: see ``keel.evaluation.dta_suite.SuiteSizes``.
+        topics: clusters of the corpus's documents.
+    """
+
+    rows: Count = 8
+    prompt: Count = 96
+    tokens: Annotated[int, Field(ge=80)] = 1000
+    noise: Count = 40
+    around: Annotated[int, Field(ge=20)] = 150
+    distances: Annotated[list[Count], Field(min_length=1)] = [50, 400]
+    planted: Count = 16
+    topics: Annotated[int, Field(ge=2)] = 12
+
+
+class Faults(Section):
+    """The failure-mode table of DTA §12 (``keel.evaluation.faults``), for arms with safeguards, on text.
+
+    Attributes:
+        rows: stretches of the test split that every fault is injected into.
+    """
+
+    rows: Count = 4
+
+
 class Masked(Section):
     """Loss and accuracy of masked tokens (``keel.evaluation.masked``), in windows that are masked alike for all arms and seeds.
 
@@ -418,6 +484,9 @@ class Evaluation(Section):
     selective: Selective | None = None
     selective_words: SelectiveWords | None = None
     posterior: Posterior | None = None
+    signals: SignalQuality | None = None
+    dta: Dta | None = None
+    faults: Faults | None = None
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
@@ -472,8 +541,11 @@ class Recipe(Section):
         return self.arms[arm].phases or self.phases
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
-        """Return the streams of ``arm``, or of the arm whose weights it uses."""
-        return self.arms[self.arms[arm].weights_of or arm].stream_configs()
+        """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""
+        lent = {} if self.arms[arm].weights_of is None else self.arms[self.arms[arm].weights_of or ""].streams
+        own = self.arms[arm].streams
+        merged = {name: {**lent.get(name, {}), **own.get(name, {})} for name in {**lent, **own}}
+        return {name: {"type": name, **fields} for name, fields in merged.items()}
 
     def label_of(self, arm: str) -> str:
         """Return what people call ``arm``."""

@@ -41,6 +41,7 @@ from keel.training.checkpoints import (
     open_checkpoint,
     removed_on_failure,
 )
+from keel.training.dynamics import disrupted_pass
 from keel.training.losses import last_attention, smoothing_sum
 from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
 from keel.training.sections import Phase
@@ -185,7 +186,8 @@ class PhaseTrainer(Trainer):
         return {
             "arm": self.settings.arm,
             "seed": self.settings.seed,
-            "phase": self.phase.model_dump(mode="json"),
+            # Checkpoints that were written before a phase could have dynamics say nothing of them.
+            "phase": self.phase.model_dump(mode="json", exclude={"dynamics"} if self.phase.dynamics is None else None),
             "processes": self.args.world_size,
         }
 
@@ -241,6 +243,9 @@ class PhaseTrainer(Trainer):
         """
         if "attention_target" in inputs:
             loss, outputs = self._attention_loss(model, inputs, num_items_in_batch)
+        elif self.phase.dynamics is not None:
+            wanted = self.phase.dynamics
+            loss, outputs = disrupted_pass(model, inputs, wanted, num_items_in_batch, self._num_tokens)
         else:
             for_streams = {"num_tokens_in_batch": self._num_tokens} if self.has_streams else {}
             outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **for_streams)

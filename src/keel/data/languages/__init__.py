@@ -6,9 +6,10 @@ from typing import Any
 
 from keel.data.languages.base import Sample
 from keel.data.languages.dyck import Dyck
+from keel.data.languages.facts import Facts
 from keel.data.languages.json_objects import JsonObjects
 from keel.data.languages.markov import Markov
 
-LANGUAGES: dict[str, Any] = {"dyck": Dyck, "json": JsonObjects, "markov": Markov}
+LANGUAGES: dict[str, Any] = {"dyck": Dyck, "facts": Facts, "json": JsonObjects, "markov": Markov}
 
-__all__ = ["LANGUAGES", "Dyck", "JsonObjects", "Markov", "Sample"]
+__all__ = ["LANGUAGES", "Dyck", "Facts", "JsonObjects", "Markov", "Sample"]

@@ -30,6 +30,8 @@ class DynamicStateConfig:
         noise: N from the norm of the residual stream (§4.3) or from the hidden state (§10.5).
         noise_floor: n_min > 0, added to N; §10.5 has 1e-6. It bounds the state: ‖s‖ <= 1 / n_min, √state_size times that
             with ``update="broadcast"`` (§9E.2).
+        turbulence: features of turbulence (``keel.streams.dynamic_state.turbulence``) that N and I read as well; 0 for the text's
+            readings alone.
         continuity: T from the angle between one TPC and the next (§2.5) or from the magnitude of the TPC (§10.9).
         substrate: S = exp(-softplus(w·v)) (§7.4, made safe) or sigmoid(w·v) (§10.8). The two are one function: w changes sign.
         update: x along the direction of the TPC, or the same x in every channel (§10.7), where the state keeps one number only.
@@ -42,6 +44,7 @@ class DynamicStateConfig:
     tpc_input: Literal["hidden_state_residual", "hidden_state"] = "hidden_state_residual"
     noise: Literal["residual_norm", "hidden"] = "residual_norm"
     noise_floor: float = 0.1
+    turbulence: int = 0
     continuity: Literal["trajectory", "magnitude"] = "trajectory"
     substrate: Literal["exponential", "sigmoid"] = "exponential"
     update: Literal["directional", "broadcast"] = "directional"
@@ -61,6 +64,10 @@ class DynamicStateConfig:
         if not 0 <= self.retention < 1:
             raise KeelError(
                 f"dynamic state stream: retention={self.retention}; give a share of at least 0 and below 1 (§6.2)"
+            )
+        if self.turbulence < 0:
+            raise KeelError(
+                f"dynamic state stream: turbulence={self.turbulence}; give a number of features, 0 for none"
             )
         if self.noise_floor <= 0:
             raise KeelError(

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keel.streams.dynamic_state.turbulence import RANK, RATES, reference_turbulence
+
 if TYPE_CHECKING:
     from keel.streams.dynamic_state.stream import DynamicStateStream
 
@@ -25,9 +27,11 @@ def reference_dynamic_state(
     attended_BT: Tensor | None = None,
     document_starts_BT: Tensor | None = None,
     state: dict[str, Tensor] | None = None,
+    embeddings_BTD: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Run §10.11 token by token, frozen where there is padding, without safeguards.
 
+    Turbulence, which is not the paper's, is taken from its own twin; it alone reads ``embeddings_BTD``.
     Returns: what the head reads [B, T, D]; ``tpc`` and ``s`` after every token, [B, T, K]; the signals, [B, T].
     """
     config = stream.config
@@ -35,6 +39,14 @@ def reference_dynamic_state(
     tpc_BK = s_BK = hidden_BTD.new_zeros(batch, config.state_size)
     if state:
         tpc_BK, s_BK = state["tpc"], state["s"]
+    more_BT2 = hidden_BTD.new_zeros(batch, length, 2)
+    if config.turbulence:
+        assert embeddings_BTD is not None
+        weights, zero = stream.turbulence_weights(hidden_BTD.dtype), hidden_BTD.new_zeros
+        more_BT2 = reference_turbulence(
+            weights, hidden_BTD, residual_BTD, embeddings_BTD, zero(batch, RANK),
+            zero(batch, config.turbulence * len(RATES)), attended_BT, document_starts_BT,
+        ).logits_BT2  # fmt: skip
     gates = _gate_weights(stream)
     rows: list[list[Tensor]] = []
     for t in range(length):
@@ -45,8 +57,9 @@ def reference_dynamic_state(
                 begins_B1 = begins_B1 & attended_BT[:, t, None]
             tpc_BK, s_BK = (torch.where(begins_B1, torch.zeros_like(x), x) for x in (tpc_BK, s_BK))
         new_tpc_BK = _update_tpc(stream, gates, h_BD, s_BK, r_BD, tpc_BK)
-        i_B1 = torch.sigmoid(_from_hidden(stream, "coherence", h_BD) + new_tpc_BK @ stream.coherence_tpc[:, None])
-        n_B1 = _noise(stream, h_BD, r_BD)
+        from_hidden_B1 = _from_hidden(stream, "coherence", h_BD) + more_BT2[:, t, :1]
+        i_B1 = torch.sigmoid(from_hidden_B1 + new_tpc_BK @ stream.coherence_tpc[:, None])
+        n_B1 = _noise(stream, h_BD, r_BD, more_BT2[:, t, 1:])
         c_B1 = _cosine(_from_hidden(stream, "alignment", h_BD), new_tpc_BK).clamp(0.0, 1.0)
         x_B1 = i_B1 * c_B1 / n_B1
         substrate_B1 = _substrate(stream, telemetry_BTR[:, t])
@@ -97,10 +110,10 @@ def _from_hidden(stream: DynamicStateStream, part: str, h: Tensor) -> Tensor:
     return h @ stream.hidden_weight[rows].T + stream.hidden_bias[rows]
 
 
-def _noise(stream: DynamicStateStream, h: Tensor, r: Tensor) -> Tensor:
+def _noise(stream: DynamicStateStream, h: Tensor, r: Tensor, more: Tensor) -> Tensor:
     if stream.config.noise == "hidden":
-        return F.softplus(_from_hidden(stream, "noise", h)) + stream.config.noise_floor
-    raw = stream.noise_weight * r.norm(dim=-1, keepdim=True) + stream.noise_bias
+        return F.softplus(_from_hidden(stream, "noise", h) + more) + stream.config.noise_floor
+    raw = more + stream.noise_weight * r.norm(dim=-1, keepdim=True) + stream.noise_bias
     return F.softplus(raw) + stream.config.noise_floor
 
 

@@ -31,6 +31,7 @@ from keel.streams.dynamic_state.config import DynamicStateConfig
 from keel.streams.dynamic_state.dynamics import (
     StepWeights,
     TokenParts,
+    direction,
     noise,
     norm,
     signals_of,
@@ -41,6 +42,7 @@ from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Me
 from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
 from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
 from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
+from keel.streams.dynamic_state.turbulence import RANK, RATES, TurbulenceWeights, turbulence
 
 
 class DynamicStateFlow(Flow):
@@ -51,23 +53,28 @@ class DynamicStateFlow(Flow):
     guarded: bool = False
     before: State
     states: State
+    turbulent: State
     seen_BT: Tensor | None = None
     position_BT: Tensor | None = None
 
     def __init__(self, inputs: PassInputs, state: State) -> None:
         self.inputs = inputs
         self.state = state
+        self.turbulent = {}
 
 
 class DynamicStateStream(Stream):
     """The dynamic state path of DTA (§2 to §8), beside the host's final norm.
 
     ``telemetry`` is where the substrate's features come from: constant and healthy unless another source is put there.
+    ``truncation``: columns after which gradients of a long rollout are cut in the recurrence (§9D); None for none.
 
-    State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens. Signals: ``coherence`` (I),
-    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc`` and
-    ``state``, [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor`` [B, Q]; signals ``change`` and
-    ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is detected; the others as measured.
+    State while decoding: ``tpc`` and ``s``, [B, K], and ``position`` [B] where telemetry follows tokens; with ``turbulence``
+    also ``expectation`` and ``turbulence``, see there. Signals: ``coherence`` (I),
+    ``alignment`` (C), ``noise`` (N), ``continuity`` (T), ``substrate`` (S) and ``update`` (x = I C / N), each [B, T]; ``tpc``,
+    ``state`` and ``query`` (P h of unit length), [B, T, K]. Under ``safeguards`` also: state ``baseline`` [B, K] and ``governor``
+    [B, Q]; signals ``change`` and ``governor`` (a ``Mode``), [B, T], and ``failures`` [B, T, 8], 1 where a failure mode is
+    detected; the others as measured.
     Reference twin: ``reference_dynamic_state``.
 
     The author of DTA states research-only terms; NOTICE repeats them.
@@ -82,6 +89,7 @@ class DynamicStateStream(Stream):
     def __init__(self, config: Any = None, **fields: Any) -> None:
         super().__init__(config, **fields)
         self.telemetry: Telemetry = ConstantTelemetry()
+        self.truncation: int | None = None
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
@@ -102,6 +110,13 @@ class DynamicStateStream(Stream):
         if self.config.noise == "residual_norm":
             self.noise_weight = nn.Parameter(torch.empty(1))
             self.noise_bias = nn.Parameter(torch.empty(1))
+        if self.config.turbulence:
+            features, filtered = self.config.turbulence, self.config.turbulence * len(RATES)
+            self.turbulence_expected = nn.Parameter(torch.empty(RANK, width))
+            self.turbulence_seen = nn.Parameter(torch.empty(RANK, width))
+            self.turbulence_weight = nn.Parameter(torch.empty(features, width + 1 + RANK))
+            self.turbulence_bias = nn.Parameter(torch.empty(features))
+            self.turbulence_read = nn.Parameter(torch.empty(2, features + filtered))
         if self.config.update == "directional":
             self.direction = nn.Parameter(torch.empty(size, size))
         self.integration = nn.Parameter(torch.empty(width, size))
@@ -118,11 +133,13 @@ class DynamicStateStream(Stream):
         bounds = {
             "hidden_weight": width, "residual_weight": gates_read, "state_weight": gates_read, "tpc_weight": size,
             "coherence_tpc": size, "direction": size, "integration": size,
+            "turbulence_expected": width, "turbulence_seen": width, "turbulence_weight": width,
+            "turbulence_read": self.config.turbulence * (1 + len(RATES)),
         }  # fmt: skip
         for name, reads in bounds.items():
             if hasattr(self, name):
                 init.uniform_(getattr(self, name), -(reads**-0.5), reads**-0.5)
-        for name in ("hidden_bias", "tpc_bias", "noise_bias", "gate"):
+        for name in ("hidden_bias", "tpc_bias", "noise_bias", "turbulence_bias", "gate"):
             if hasattr(self, name):
                 init.zeros_(getattr(self, name))
         if hasattr(self, "noise_weight"):
@@ -180,13 +197,43 @@ class DynamicStateStream(Stream):
         else:
             length_BT1 = torch.linalg.vector_norm(residual_BTD, dim=-1, keepdim=True)
             raw_BT1 = length_BT1 * self.noise_weight + self.noise_bias
+        coherence_BT1 = products_BTP[..., rows["coherence"]]
+        if self.config.turbulence:
+            more_BT2 = self._turbulence(flow, hidden_BTD, residual_BTD)
+            coherence_BT1, raw_BT1 = coherence_BT1 + more_BT2[..., :1], raw_BT1 + more_BT2[..., 1:]
         return TokenParts(
             gates_BT3K,
             query_BTK / norm(query_BTK),
-            products_BTP[..., rows["coherence"]],
+            coherence_BT1,
             noise(raw_BT1, self.config.noise_floor),
             self._substrate(flow, hidden_BTD),
         )
+
+    def turbulence_weights(self, dtype: torch.dtype) -> TurbulenceWeights:
+        """Return what ``turbulence`` works with; ``config.turbulence`` is not 0."""
+        names = ("expected", "seen", "weight", "bias", "read")
+        return TurbulenceWeights(*(_as(getattr(self, f"turbulence_{name}"), dtype) for name in names))
+
+    def _turbulence(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
+        """Return what is added to the logits of I and N, [B, T, 2]; keep the state after every token in the flow."""
+        sizes = {"expectation": RANK, "turbulence": self.config.turbulence * len(RATES)}
+        before = [
+            flow.state[name] if name in flow.state else hidden_BTD.new_zeros(len(hidden_BTD), size)
+            for name, size in sizes.items()
+        ]
+        inputs = flow.inputs
+        found = turbulence(
+            self.turbulence_weights(hidden_BTD.dtype),
+            hidden_BTD,
+            residual_BTD,
+            _as(inputs.embeddings_BTD, hidden_BTD.dtype),
+            before[0],
+            before[1],
+            inputs.attended_BT,
+            inputs.document_starts_BT,
+        )
+        flow.turbulent = dict(zip(sizes, found[1:], strict=True))
+        return found.logits_BT2
 
     def _substrate(self, flow: DynamicStateFlow, like_BTD: Tensor) -> Tensor:
         if self.telemetry.follows_tokens:
@@ -212,6 +259,10 @@ class DynamicStateStream(Stream):
         sign = -1.0 if self.config.substrate == "sigmoid" else 1.0
         self.substrate_weight.copy_(sign * weight_R)
         self.substrate_bias.copy_(sign * bias)
+
+    def directions(self, tpc_BTK: Tensor) -> Tensor:
+        """Return u, the direction in the state that a TPC stands for, of unit length (all ones where x is broadcast)."""
+        return direction(self._step_weights(tpc_BTK.dtype), tpc_BTK)
 
     def _step_weights(self, dtype: torch.dtype) -> StepWeights:
         of = self._parameters  # a token of decoding pays for every look through the module
@@ -248,11 +299,26 @@ class DynamicStateStream(Stream):
 
     def _sequence(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Return [TPC, s], and under safeguards [baseline, governor], after every token, [B, T, X]."""
+        if self.truncation is not None and self.training and parts.query_BK.shape[1] > self.truncation:
+            return self._truncated(parts, weights, before_BX, starts_BT, self.truncation)
         first_readings = self.config.continuity == "trajectory" and self.config.update == "directional"
         plain = before_BX.shape[-1] == 2 * self.config.state_size
         if first_readings and plain and parts.query_BK.shape[1] > 1:
             return dynamic_state_recurrence(parts, weights, self.config.retention, before_BX, starts_BT)
         return self._loop(parts, weights, before_BX, starts_BT)
+
+    def _truncated(
+        self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None, columns: int
+    ) -> Tensor:
+        found = []
+        for start in range(0, parts.query_BK.shape[1], columns):
+            here = slice(start, start + columns)
+            stretch = TokenParts(*(part[:, here] for part in parts))
+            starts = None if starts_BT is None else starts_BT[:, here]
+            run = self._sequence(stretch, weights, before_BX, starts)
+            found.append(run)
+            before_BX = run[:, -1].detach()
+        return torch.cat(found, 1)
 
     def _loop(self, parts: TokenParts, weights: StepWeights, before_BX: Tensor, starts_BT: Tensor | None) -> Tensor:
         rows = []
@@ -274,7 +340,9 @@ class DynamicStateStream(Stream):
     def close(self, flow: Flow) -> PassResult:
         """Return states, their history and the signals."""
         assert isinstance(flow, DynamicStateFlow)
-        states = flow.states if flow.seen_BT is None else {**flow.states, "position": flow.seen_BT}
+        states = {**flow.states, **flow.turbulent}
+        if flow.seen_BT is not None:
+            states["position"] = flow.seen_BT
         return PassResult(
             state={name: value[:, -1] for name, value in states.items()},
             history=states if flow.inputs.keep_history else {},
@@ -282,7 +350,7 @@ class DynamicStateStream(Stream):
         )
 
     def _signals(self, flow: DynamicStateFlow) -> dict[str, Tensor]:
-        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"]}
+        whole = {"tpc": flow.states["tpc"], "state": flow.states["s"], "query": flow.parts.query_BK}
         if flow.guarded:
             memory = Memory(*flow.states["governor"].split(SIZES, -1))
             measured = dict(zip(MEASURES, memory.measures.unbind(-1), strict=True))

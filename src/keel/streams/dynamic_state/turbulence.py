@@ -1,0 +1,141 @@
+"""Turbulence: what N and I may read besides the text's own readings, so that they tell disruptions beside a frozen host.
+
+§4.2 wants N to see "unusually large fluctuations", "abrupt directional changes across tokens" and "divergence from recent
+representational geometry"; the norm of one residual (§4.3) and one hidden state (§10.5) hold little of that. Here a token is held
+against what the hidden state before it expected, and features of that are integrated over the last tokens:
+
+    match_t = (A h_{t-1}) * (B e_t)                     e_t the token's embedding, of root mean square 1
+    f_t = tanh(W [h_t, log rms(r_t), match_t] + b)
+    m_{t,i} = rho_i m_{t-1,i} + (1 - rho_i) f_t         rho_i in ``RATES``
+    added to the logits of I and N: V [f_t, m_{t,1}, m_{t,2}, m_{t,3}]
+
+All of it depends on the host alone and is computed for all tokens at once; the reading is Keel's, not the paper's.
+
+Shapes: B batch, T tokens, D hidden size, E rank of the match, F features, M = F times the number of rates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from keel.ops.scan import linear_scan
+
+RANK = 16
+RATES = (0.5, 0.8, 0.95)
+_EPSILON = 1e-6
+
+
+class TurbulenceWeights(NamedTuple):
+    """A and B [E, D], W [F, D + 1 + E], b [F], and V [2, F + M]: the rows of I and of N."""
+
+    expected_ED: Tensor
+    seen_ED: Tensor
+    weight_FX: Tensor
+    bias_F: Tensor
+    read_2Y: Tensor
+
+
+class Turbulence(NamedTuple):
+    """What is added to the logits of I and N [B, T, 2], and the state after every token: A h [B, T, E] and m [B, T, M]."""
+
+    logits_BT2: Tensor
+    expectation_BTE: Tensor
+    turbulence_BTM: Tensor
+
+
+def turbulence(
+    weights: TurbulenceWeights,
+    hidden_BTD: Tensor,
+    residual_BTD: Tensor,
+    embeddings_BTD: Tensor,
+    expectation_BE: Tensor,
+    turbulence_BM: Tensor,
+    attended_BT: Tensor | None = None,
+    document_starts_BT: Tensor | None = None,
+) -> Turbulence:
+    """Run over a whole pass from the state before it; frozen where there is padding, from zero where a document begins.
+
+    Reference twin: ``reference_turbulence``.
+    """
+    starts_BT = document_starts_BT
+    if starts_BT is not None and attended_BT is not None:
+        starts_BT = starts_BT & attended_BT
+    after_BTE = _carried(hidden_BTD @ weights.expected_ED.T, expectation_BE, attended_BT)
+    before_BTE = torch.cat([expectation_BE.unsqueeze(1), after_BTE[:, :-1]], 1)
+    if starts_BT is not None:
+        before_BTE = before_BTE.masked_fill(starts_BT.unsqueeze(-1), 0.0)
+    match_BTE = before_BTE * (_normed(embeddings_BTD) @ weights.seen_ED.T)
+    inputs_BTX = torch.cat([hidden_BTD, _rms(residual_BTD).log(), match_BTE], -1)
+    features_BTF = torch.tanh(inputs_BTX @ weights.weight_FX.T + weights.bias_F)
+    rate_M = _rates(features_BTF)
+    decay_BTM = rate_M.expand(*features_BTF.shape[:2], -1)
+    input_BTM = features_BTF.repeat(1, 1, len(RATES)) * (1 - rate_M)
+    if starts_BT is not None:
+        decay_BTM = decay_BTM.masked_fill(starts_BT.unsqueeze(-1), 0.0)
+    if attended_BT is not None:
+        decay_BTM = decay_BTM.masked_fill(~attended_BT.unsqueeze(-1), 1.0)
+        input_BTM = input_BTM.masked_fill(~attended_BT.unsqueeze(-1), 0.0)
+    turbulence_BTM, _ = linear_scan(decay_BTM.contiguous(), input_BTM, turbulence_BM)
+    logits_BT2 = torch.cat([features_BTF, turbulence_BTM], -1) @ weights.read_2Y.T
+    return Turbulence(logits_BT2, after_BTE, turbulence_BTM)
+
+
+def reference_turbulence(
+    weights: TurbulenceWeights,
+    hidden_BTD: Tensor,
+    residual_BTD: Tensor,
+    embeddings_BTD: Tensor,
+    expectation_BE: Tensor,
+    turbulence_BM: Tensor,
+    attended_BT: Tensor | None = None,
+    document_starts_BT: Tensor | None = None,
+) -> Turbulence:
+    """The same token by token, as the formulas of the module say it."""
+    rows = []
+    for t in range(hidden_BTD.shape[1]):
+        attended_B1 = torch.ones_like(hidden_BTD[:, t, :1], dtype=torch.bool)
+        if attended_BT is not None:
+            attended_B1 = attended_BT[:, t, None]
+        if document_starts_BT is not None:
+            begins_B1 = document_starts_BT[:, t, None] & attended_B1
+            expectation_BE, turbulence_BM = (
+                torch.where(begins_B1, torch.zeros_like(x), x) for x in (expectation_BE, turbulence_BM)
+            )
+        h_BD, r_BD, e_BD = hidden_BTD[:, t], residual_BTD[:, t], embeddings_BTD[:, t]
+        match_BE = expectation_BE * ((e_BD / _rms(e_BD)) @ weights.seen_ED.T)
+        inputs_BX = torch.cat([h_BD, _rms(r_BD).log(), match_BE], -1)
+        features_BF = torch.tanh(inputs_BX @ weights.weight_FX.T + weights.bias_F)
+        parts = [
+            rate * m_BF + (1 - rate) * features_BF
+            for rate, m_BF in zip(RATES, turbulence_BM.chunk(len(RATES), -1), strict=True)
+        ]
+        turbulence_BM = torch.where(attended_B1, torch.cat(parts, -1), turbulence_BM)
+        expectation_BE = torch.where(attended_B1, h_BD @ weights.expected_ED.T, expectation_BE)
+        logits_B2 = torch.cat([features_BF, *parts], -1) @ weights.read_2Y.T
+        rows.append((logits_B2, expectation_BE, turbulence_BM))
+    return Turbulence(*(torch.stack(column, 1) for column in zip(*rows, strict=True)))
+
+
+def _carried(values_BTE: Tensor, before_BE: Tensor, attended_BT: Tensor | None) -> Tensor:
+    """Put in place of what padding gave the value of the last attended column, or of the state before the pass."""
+    if attended_BT is None:
+        return values_BTE
+    columns_T = torch.arange(attended_BT.shape[1], device=attended_BT.device)
+    last_BT1 = torch.where(attended_BT, columns_T, -1).cummax(1).values.unsqueeze(-1)
+    carried_BTE = values_BTE.gather(1, last_BT1.clamp(min=0).expand_as(values_BTE))
+    return torch.where(last_BT1 >= 0, carried_BTE, before_BE.unsqueeze(1))
+
+
+def _rates(like_BTF: Tensor) -> Tensor:
+    return torch.tensor(RATES, dtype=like_BTF.dtype, device=like_BTF.device).repeat_interleave(like_BTF.shape[-1])
+
+
+def _rms(vector: Tensor) -> Tensor:
+    return (vector.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
+
+
+def _normed(vector: Tensor) -> Tensor:
+    return vector / _rms(vector)
