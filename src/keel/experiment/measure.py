@@ -23,6 +23,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
+from keel.experiment.downstream import measure_linguistic
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -289,4 +290,5 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,
+    "linguistic": measure_linguistic,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +19,9 @@ DEFAULT_SCALE = "small"
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LinguisticProbe = Literal[
+    "pos", "dependency_depth", "subject_number", "sentence_order", "top_constituents", "tree_depth"
+]
 
 
 class Section(BaseModel):
@@ -341,6 +344,26 @@ class Heads(Section):
     length: Annotated[int, Field(ge=4)] = 510
 
 
+class Linguistic(Section):
+    """Linguistic probes of every block of an encoder (``keel.evaluation.linguistic``).
+
+    Attributes:
+        probes: names in ``keel.evaluation.linguistic_tasks.PROBES``.
+        dependencies: folder of CoNLL-U files, ``data:NAME`` or a path; ``treebank``: the same of trees in brackets.
+        train, test: most sentences of each probe.
+        seeds: how often the readers are fitted.
+        length: most tokens of a text, [CLS] and [SEP] included.
+    """
+
+    probes: Annotated[list[LinguisticProbe], Field(min_length=1)] = list(get_args(LinguisticProbe))
+    dependencies: str = "data:ud_english_ewt"
+    treebank: str = "data:treebank"
+    train: Annotated[int, Field(ge=10)] = 2000
+    test: Annotated[int, Field(ge=5)] = 500
+    seeds: Count = 3
+    length: Annotated[int, Field(ge=16)] = 128
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -393,6 +416,7 @@ class Evaluation(Section):
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
+    linguistic: Linguistic | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
