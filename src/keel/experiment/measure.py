@@ -23,7 +23,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
-from keel.experiment.downstream import measure_linguistic
+from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -291,4 +291,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "position_probe": measure_position_probe,
     "heads": measure_heads,
     "linguistic": measure_linguistic,
+    "glue": measure_glue,
+    "squad": measure_squad,
 }

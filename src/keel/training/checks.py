@@ -86,7 +86,7 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
-    needs |= dict.fromkeys(("masked", "position_probe", "heads", "linguistic"), "masked text")
+    needs |= dict.fromkeys(("masked", "position_probe", "heads", "linguistic", "glue", "squad"), "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -181,8 +181,9 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     wanted = recipe.evaluation
     if wanted.masked is not None:
         read["evaluation.masked.length:"] = wanted.masked.length
-    if wanted.linguistic is not None:
-        read["evaluation.linguistic.length:"] = wanted.linguistic.length
+    for name in ("linguistic", "glue", "squad"):
+        if (section := getattr(wanted, name)) is not None:
+            read[f"evaluation.{name}.length:"] = section.length
     for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
         if probe is not None:
             read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2

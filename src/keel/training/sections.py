@@ -23,6 +23,8 @@ LinguisticProbe = Literal[
     "pos", "dependency_depth", "subject_number", "sentence_order", "top_constituents", "tree_depth"
 ]
 
+GlueName = Literal["sst2", "mrpc", "rte", "stsb"]
+
 
 class Section(BaseModel):
     """One mapping of a recipe; a field that it does not know is an error that names the nearest one that it does."""
@@ -364,6 +366,44 @@ class Linguistic(Section):
     length: Annotated[int, Field(ge=16)] = 128
 
 
+class FineTuned(Section):
+    """How an encoder is fine-tuned from its pretrained weights (``keel.evaluation.finetuning``), on local files.
+
+    Attributes:
+        source: folder of the data, ``data:NAME`` or a path.
+        train_samples, test_samples: most examples to learn from and to score; null for all there are. A tenth of those to learn from,
+            at most 500, is held out to stop and to choose.
+        learning_rates, batch_sizes, weight_decays: the grid, of which every combination is tried.
+        epochs, evaluate_every, patience: see ``keel.evaluation.finetuning.FineTuning``.
+        length: most tokens of an example, [CLS] and [SEP] included.
+    """
+
+    source: str
+    train_samples: Annotated[int, Field(ge=10)] | None = None
+    test_samples: Count | None = None
+    learning_rates: Annotated[list[Positive], Field(min_length=1)] = [1e-5, 2e-5, 3e-5]
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = [16, 32]
+    weight_decays: Annotated[list[NonNegative], Field(min_length=1)] = [0.01]
+    epochs: Count = 10
+    evaluate_every: Count = 100
+    patience: Count = 15
+    length: Annotated[int, Field(ge=16)] = 128
+
+
+class Glue(FineTuned):
+    """Tasks of GLUE: ``tasks`` names them (``keel.data.glue``). Their development split is what is scored."""
+
+    source: str = "data:glue"
+    tasks: Annotated[list[GlueName], Field(min_length=1)] = list(get_args(GlueName))
+
+
+class Squad(FineTuned):
+    """Questions about paragraphs (``keel.data.squad``), divided by article into those to learn from, to hold out and to score."""
+
+    source: str = "data:squad"
+    length: Annotated[int, Field(ge=16)] = 384
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -417,6 +457,8 @@ class Evaluation(Section):
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
     linguistic: Linguistic | None = None
+    glue: Glue | None = None
+    squad: Squad | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
