@@ -37,6 +37,7 @@ class FineTuning:
         evaluate_every: steps between two looks at the held-out examples; the last step has one.
         patience: looks without improvement after which a combination is given up.
         seed: of the new head, of the order of the examples and of dropout.
+        precision: "fp32", or "bf16" for autocast.
     """
 
     learning_rates: tuple[float, ...]
@@ -46,6 +47,7 @@ class FineTuning:
     evaluate_every: int = 100
     patience: int = 15
     seed: int = 0
+    precision: str = "fp32"
 
     def grid(self) -> list[tuple[float, int, float]]:
         """Return every combination of learning rate, batch size and weight decay."""
@@ -115,17 +117,19 @@ def fine_tune(
             score, steps = _train(model, task, train, held_out, settings, combination)
         tried.append((combination, score))
         if best is None or score > best.held_out:
-            answers = predict(model, task, test)
+            answers = predict(model, task, test, settings.precision)
             best = FineTuned(answers=answers, chosen=combination, held_out=score, steps=steps, tried=tried)
     assert best is not None
     return best
 
 
-def predict(model: nn.Module, task: Task[Example, Answer], examples: Sequence[Example]) -> list[Answer]:
+def predict(
+    model: nn.Module, task: Task[Example, Answer], examples: Sequence[Example], precision: str = "fp32"
+) -> list[Answer]:
     """Return what a model answers to examples."""
     device = next(model.parameters()).device
     found: list[Answer] = []
-    with evaluating(model):
+    with evaluating(model), _autocast(device, precision):
         for start in range(0, len(examples), _BATCH):
             chosen = examples[start : start + _BATCH]
             inputs = {name: tensor.to(device) for name, tensor in task.batch(chosen).items()}
@@ -159,7 +163,8 @@ def _train(
         if len(order) < batch_size:
             order = np.random.default_rng((settings.seed, step)).permutation(len(train)).tolist()
         chosen, order = [train[index] for index in order[:batch_size]], order[batch_size:]
-        loss = model(**{name: tensor.to(device) for name, tensor in task.batch(chosen).items()}).loss
+        with _autocast(device, settings.precision):
+            loss = model(**{name: tensor.to(device) for name, tensor in task.batch(chosen).items()}).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
@@ -167,7 +172,7 @@ def _train(
         optimizer.zero_grad(set_to_none=True)
         if step % settings.evaluate_every and step != steps:
             continue
-        score = task.score(predict(model, task, held_out), held_out)
+        score = task.score(predict(model, task, held_out, settings.precision), held_out)
         since += 1
         if score > best:
             best, best_step, state, since = score, step, copy.deepcopy(model.state_dict()), 0
@@ -175,6 +180,10 @@ def _train(
             break
     model.load_state_dict(state)
     return best, best_step
+
+
+def _autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:

@@ -126,6 +126,7 @@ def _settings(subject: Subject, wanted: Section) -> FineTuning:
         evaluate_every=wanted.evaluate_every,
         patience=wanted.patience,
         seed=subject.seed,
+        precision=wanted.precision,
     )
 
 

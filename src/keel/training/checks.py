@@ -215,6 +215,8 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:
         _check_positions(recipe, name)
+    if arm.match_parameters_of is not None:
+        _check_matched(recipe, name, arm.match_parameters_of)
     if arm.weights_of is not None:
         _check_borrowed(recipe, name)
         return
@@ -226,6 +228,16 @@ def _check_arm(recipe: Recipe, name: str) -> None:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )
+
+
+def _check_matched(recipe: Recipe, name: str, model: str) -> None:
+    where, trained = f"arms.{name}.match_parameters_of", [other for other in recipe.trained_arms() if other != name]
+    if model not in trained:
+        raise KeelError(f"{where}: no other trained arm {model!r}; {suggest(model, trained)}")
+    if recipe.match_parameters or "checkpoint" in recipe.host or name not in recipe.trained_arms():
+        raise KeelError(
+            f"{where}: only for a trained arm with a host from scratch, in a recipe without match_parameters; remove it"
+        )
 
 
 def _check_stream(where: str, fields: Mapping[str, Any]) -> None:

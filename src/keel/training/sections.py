@@ -114,7 +114,8 @@ class Arm(Section):
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``). ``phases`` replace the recipe's; one that is named like one of those has its
-    fields where it says nothing else.
+    fields where it says nothing else. ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is
+    widened, where the recipe as a whole does not match them.
     """
 
     label: str | None = None
@@ -124,6 +125,7 @@ class Arm(Section):
     weights_of: str | None = None
     embedding_scale: Positive | None = None
     phases: list[Phase] | None = None
+    match_parameters_of: str | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
@@ -376,6 +378,7 @@ class FineTuned(Section):
         learning_rates, batch_sizes, weight_decays: the grid, of which every combination is tried.
         epochs, evaluate_every, patience: see ``keel.evaluation.finetuning.FineTuning``.
         length: most tokens of an example, [CLS] and [SEP] included.
+        precision: ``fp32``, or ``bf16`` for autocast.
     """
 
     source: str
@@ -388,6 +391,7 @@ class FineTuned(Section):
     evaluate_every: Count = 100
     patience: Count = 15
     length: Annotated[int, Field(ge=16)] = 128
+    precision: Literal["fp32", "bf16"] = "fp32"
 
 
 class Glue(FineTuned):
