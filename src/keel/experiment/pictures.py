@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
+from keel.experiment.encoder_pictures import encoder_pictures
 from keel.probes.output import share_figure
 from keel.training import Recipe
 
@@ -36,6 +37,7 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
         *_heat_maps(recipe, folders, out, seed),
         *_gates(recipe, folders, out, seed),
         *_support(recipe, folders, out, seed),
+        *encoder_pictures(recipe, folders, out, seed),
     ]
 
 

@@ -86,7 +86,9 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
-    needs |= dict.fromkeys(("masked", "position_probe", "heads", "linguistic", "glue", "squad"), "masked text")
+    needs |= dict.fromkeys(
+        ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad"), "masked text"
+    )
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -173,6 +175,22 @@ def _check_encoder(recipe: Recipe) -> None:
                 )
         if config.position in ("dstg", "ap"):
             _check_lengths(recipe, name, config.max_position_embeddings)
+    _check_inter_model(recipe)
+
+
+def _check_inter_model(recipe: Recipe) -> None:
+    """Refuse a target that has no streams of its own, or another number of blocks than the arms that are to tell them."""
+    inter = recipe.evaluation.inter_model
+    if inter is None:
+        return
+    where = "evaluation.inter_model.target"
+    if inter.target not in recipe.arms:
+        raise KeelError(f"{where}: no arm {inter.target!r}; {suggest(inter.target, recipe.arms)}")
+    configs = {name: recipe.host_config(name) for name in recipe.arms}
+    if not getattr(configs[inter.target], "disentangled", False):
+        raise KeelError(f"{where}: arm {inter.target!r} has one stream; name one with position: dstg")
+    if len({config.num_hidden_layers for config in configs.values() if config is not None}) > 1:
+        raise KeelError(f"{where}: the arms have different numbers of blocks; give them the same")
 
 
 def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
@@ -184,8 +202,8 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     for name in ("linguistic", "glue", "squad"):
         if (section := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length:"] = section.length
-    for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
-        if probe is not None:
+    for name in ("position_probe", "heads", "inter_model"):
+        if (probe := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2
     for where, length in read.items():
         if length > most:

@@ -329,10 +329,26 @@ class PositionProbe(Section):
         documents: stretches of the test split (``keel.probes.positions``).
         length: tokens of each, without [CLS] and [SEP].
         divisions: how often the documents are divided anew into those to fit and those to test.
+        tables_of: encoders, by folder or by name on the Hub, whose position tables are drawn beside.
     """
 
     documents: Annotated[int, Field(ge=10)] = 500
     length: Annotated[int, Field(ge=4)] = 510
+    divisions: Count = 5
+    tables_of: list[str] = []
+
+
+class InterModel(Section):
+    """How much of the streams of one arm the states of every other arm tell, block by block (``keel.probes.inter_model``).
+
+    Attributes:
+        target: the arm whose streams are told, an encoder with ``position: dstg``; it is trained first.
+        documents, length, divisions: as for the position probe.
+    """
+
+    target: str
+    documents: Annotated[int, Field(ge=10)] = 200
+    length: Annotated[int, Field(ge=4)] = 254
     divisions: Count = 5
 
 
@@ -460,6 +476,7 @@ class Evaluation(Section):
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
+    inter_model: InterModel | None = None
     linguistic: Linguistic | None = None
     glue: Glue | None = None
     squad: Squad | None = None
@@ -503,6 +520,12 @@ class Recipe(Section):
     def trained_arms(self) -> list[str]:
         """Return the names of the arms that have weights of their own."""
         return [name for name, arm in self.arms.items() if arm.weights_of is None]
+
+    def needed_by(self, arm: str) -> list[str]:
+        """Return the arms that must be trained before ``arm`` is measured."""
+        lender, inter = self.arms[arm].weights_of, self.evaluation.inter_model
+        found = [] if lender is None else [lender]
+        return found + ([inter.target] if inter is not None and inter.target != arm else [])
 
     def phases_of(self, arm: str) -> list[Phase]:
         """Return the phases that ``arm`` trains with."""
