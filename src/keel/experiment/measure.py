@@ -24,7 +24,9 @@ from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
+from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
+from keel.experiment.encoder_views import measure_inter_model
 from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -334,4 +336,8 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,
+    "inter_model": measure_inter_model,
+    "linguistic": measure_linguistic,
+    "glue": measure_glue,
+    "squad": measure_squad,
 }

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
 from keel.evaluation.selective import COVERAGES
+from keel.experiment.encoder_pictures import encoder_pictures
 from keel.experiment.time_lines import draw_time_lines
 from keel.probes.output import Line, line_figure, share_figure
 from keel.training import Recipe
@@ -42,6 +43,7 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
         *_support(recipe, folders, out, seed),
         *_risk(recipe, folders, out, seed),
         *_signals(recipe, folders, out, seed),
+        *encoder_pictures(recipe, folders, out, seed),
     ]
 
 

@@ -107,10 +107,8 @@ def _units(recipe: Recipe, only: Sequence[str] | None) -> list[Unit]:
     for arm in chosen:
         if arm not in recipe.arms:
             raise KeelError(f"no arm {arm!r}; {suggest(arm, recipe.arms)}")
-    chosen += [lender for arm in chosen if (lender := recipe.arms[arm].weights_of) is not None]
-    ordered = sorted(
-        (arm for arm in recipe.arms if arm in chosen), key=lambda arm: recipe.arms[arm].weights_of is not None
-    )
+    chosen += [other for arm in chosen for other in recipe.needed_by(arm)]
+    ordered = sorted((arm for arm in recipe.arms if arm in chosen), key=lambda arm: len(recipe.needed_by(arm)))
     return [Unit(arm, seed) for seed in recipe.seeds for arm in ordered]
 
 
@@ -189,7 +187,7 @@ def _check_sizes(recipe: Recipe, tokens: TokenCorpus) -> None:
         evaluation_segments(getattr(tokens, wanted.blocks.split), wanted.blocks.length, wanted.blocks.count)
     if wanted.masked is not None:
         evaluation_segments(getattr(tokens, wanted.masked.split), wanted.masked.length, wanted.masked.count)
-    for probe in (wanted.position_probe, wanted.heads):
+    for probe in (wanted.position_probe, wanted.heads, wanted.inter_model):
         if probe is not None:
             evaluation_segments(tokens.test, probe.length - 1, probe.documents)
     if wanted.geometry is not None:
@@ -262,10 +260,8 @@ class _Pool:
 
     def _next(self) -> Unit | None:
         for unit in self.waiting:
-            lender = self.recipe.arms[unit.arm].weights_of
-            if lender is None or (
-                Unit(lender, unit.seed) not in self.waiting and Unit(lender, unit.seed) not in self.running
-            ):
+            needed = [Unit(arm, unit.seed) for arm in self.recipe.needed_by(unit.arm)]
+            if not any(other in self.waiting or other in self.running for other in needed):
                 self.waiting.remove(unit)
                 return unit
         return None

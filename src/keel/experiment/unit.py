@@ -144,6 +144,7 @@ def evaluate_unit(
         device=place,
         progress=progress,
         folder=unit.folder(out),
+        seed=unit.seed,
     )
     content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)

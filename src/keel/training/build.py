@@ -90,10 +90,11 @@ def build_model(
 def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Return the feed-forward size of every trained arm's host, such that their totals agree with the largest arm's.
 
-    Agreement is to the nearest whole channel of the feed-forward. None where the recipe does not match parameters.
+    Agreement is to the nearest whole channel of the feed-forward. Where the recipe as a whole does not match parameters, an arm agrees
+    with the one that its ``match_parameters_of`` names, and any other has None.
     """
-    config = recipe.host_config()
-    if config is None or not recipe.match_parameters:
+    matched = {arm: recipe.arms[arm].match_parameters_of for arm in recipe.trained_arms()}
+    if recipe.host_config() is None or not (recipe.match_parameters or any(matched.values())):
         return dict.fromkeys(recipe.trained_arms())
     configs = {arm: recipe.host_config(arm) for arm in recipe.trained_arms()}
     totals, channels = {}, {}
@@ -105,7 +106,15 @@ def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[s
         totals[arm] = host + _count_streams(recipe, arm, shape)
         channels[arm] = _count_host(config, _width(config) + 1) - host
     most = max(totals.values())
-    return {arm: _width(config) + round((most - totals[arm]) / channels[arm]) for arm, config in configs.items()}
+
+    def width(arm: str) -> int | None:
+        model = matched[arm]
+        if not recipe.match_parameters and model is None:
+            return None
+        goal = most if model is None else totals[model]
+        return _width(configs[arm]) + round((goal - totals[arm]) / channels[arm])
+
+    return {arm: width(arm) for arm in configs}
 
 
 def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:

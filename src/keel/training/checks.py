@@ -100,7 +100,9 @@ def _check_data(recipe: Recipe) -> None:
                 build_config(CorpusConfig, fields, where)
     on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
     needs = dict.fromkeys((*on_text, "selective_words", "posterior", "signals", "dta", "faults"), "text")
-    needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
+    needs |= dict.fromkeys(
+        ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad"), "masked text"
+    )
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -192,6 +194,22 @@ def _check_encoder(recipe: Recipe) -> None:
                 )
         if config.position in ("dstg", "ap"):
             _check_lengths(recipe, name, config.max_position_embeddings)
+    _check_inter_model(recipe)
+
+
+def _check_inter_model(recipe: Recipe) -> None:
+    """Refuse a target that has no streams of its own, or another number of blocks than the arms that are to tell them."""
+    inter = recipe.evaluation.inter_model
+    if inter is None:
+        return
+    where = "evaluation.inter_model.target"
+    if inter.target not in recipe.arms:
+        raise KeelError(f"{where}: no arm {inter.target!r}; {suggest(inter.target, recipe.arms)}")
+    configs = {name: recipe.host_config(name) for name in recipe.arms}
+    if not getattr(configs[inter.target], "disentangled", False):
+        raise KeelError(f"{where}: arm {inter.target!r} has one stream; name one with position: dstg")
+    if len({config.num_hidden_layers for config in configs.values() if config is not None}) > 1:
+        raise KeelError(f"{where}: the arms have different numbers of blocks; give them the same")
 
 
 def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
@@ -200,8 +218,11 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     wanted = recipe.evaluation
     if wanted.masked is not None:
         read["evaluation.masked.length:"] = wanted.masked.length
-    for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
-        if probe is not None:
+    for name in ("linguistic", "glue", "squad"):
+        if (section := getattr(wanted, name)) is not None:
+            read[f"evaluation.{name}.length:"] = section.length
+    for name in ("position_probe", "heads", "inter_model"):
+        if (probe := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2
     for where, length in read.items():
         if length > most:
@@ -252,6 +273,8 @@ def _check_arm(recipe: Recipe, name: str) -> None:
             _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:
         _check_positions(recipe, name)
+    if arm.match_parameters_of is not None:
+        _check_matched(recipe, name, arm.match_parameters_of)
     if arm.weights_of is not None:
         _check_borrowed(recipe, name)
         return
@@ -266,6 +289,16 @@ def _check_arm(recipe: Recipe, name: str) -> None:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )
+
+
+def _check_matched(recipe: Recipe, name: str, model: str) -> None:
+    where, trained = f"arms.{name}.match_parameters_of", [other for other in recipe.trained_arms() if other != name]
+    if model not in trained:
+        raise KeelError(f"{where}: no other trained arm {model!r}; {suggest(model, trained)}")
+    if recipe.match_parameters or "checkpoint" in recipe.host or name not in recipe.trained_arms():
+        raise KeelError(
+            f"{where}: only for a trained arm with a host from scratch, in a recipe without match_parameters; remove it"
+        )
 
 
 def _check_stream(where: str, fields: Mapping[str, Any]) -> None:

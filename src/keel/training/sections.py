@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +19,11 @@ DEFAULT_SCALE = "small"
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LinguisticProbe = Literal[
+    "pos", "dependency_depth", "subject_number", "sentence_order", "top_constituents", "tree_depth"
+]
+
+GlueName = Literal["sst2", "mrpc", "rte", "stsb"]
 
 
 class Section(BaseModel):
@@ -110,7 +115,8 @@ class Arm(Section):
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
     ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
-    recipe's; one that is named like one of those has its fields where it says nothing else.
+    recipe's; one that is named like one of those has its fields where it says nothing else. ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is
+    widened, where the recipe as a whole does not match them.
     """
 
     label: str | None = None
@@ -121,6 +127,7 @@ class Arm(Section):
     weights_after: str | None = None
     embedding_scale: Positive | None = None
     phases: list[Phase] | None = None
+    match_parameters_of: str | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
@@ -414,10 +421,26 @@ class PositionProbe(Section):
         documents: stretches of the test split (``keel.probes.positions``).
         length: tokens of each, without [CLS] and [SEP].
         divisions: how often the documents are divided anew into those to fit and those to test.
+        tables_of: encoders, by folder or by name on the Hub, whose position tables are drawn beside.
     """
 
     documents: Annotated[int, Field(ge=10)] = 500
     length: Annotated[int, Field(ge=4)] = 510
+    divisions: Count = 5
+    tables_of: list[str] = []
+
+
+class InterModel(Section):
+    """How much of the streams of one arm the states of every other arm tell, block by block (``keel.probes.inter_model``).
+
+    Attributes:
+        target: the arm whose streams are told, an encoder with ``position: dstg``; it is trained first.
+        documents, length, divisions: as for the position probe.
+    """
+
+    target: str
+    documents: Annotated[int, Field(ge=10)] = 200
+    length: Annotated[int, Field(ge=4)] = 254
     divisions: Count = 5
 
 
@@ -431,6 +454,66 @@ class Heads(Section):
 
     documents: Count = 500
     length: Annotated[int, Field(ge=4)] = 510
+
+
+class Linguistic(Section):
+    """Linguistic probes of every block of an encoder (``keel.evaluation.linguistic``).
+
+    Attributes:
+        probes: names in ``keel.evaluation.linguistic_tasks.PROBES``.
+        dependencies: folder of CoNLL-U files, ``data:NAME`` or a path; ``treebank``: the same of trees in brackets.
+        train, test: most sentences of each probe.
+        seeds: how often the readers are fitted.
+        length: most tokens of a text, [CLS] and [SEP] included.
+    """
+
+    probes: Annotated[list[LinguisticProbe], Field(min_length=1)] = list(get_args(LinguisticProbe))
+    dependencies: str = "data:ud_english_ewt"
+    treebank: str = "data:treebank"
+    train: Annotated[int, Field(ge=10)] = 2000
+    test: Annotated[int, Field(ge=5)] = 500
+    seeds: Count = 3
+    length: Annotated[int, Field(ge=16)] = 128
+
+
+class FineTuned(Section):
+    """How an encoder is fine-tuned from its pretrained weights (``keel.evaluation.finetuning``), on local files.
+
+    Attributes:
+        source: folder of the data, ``data:NAME`` or a path.
+        train_samples, test_samples: most examples to learn from and to score; null for all there are. A tenth of those to learn from,
+            at most 500, is held out to stop and to choose.
+        learning_rates, batch_sizes, weight_decays: the grid, of which every combination is tried.
+        epochs, evaluate_every, patience: see ``keel.evaluation.finetuning.FineTuning``.
+        length: most tokens of an example, [CLS] and [SEP] included.
+        precision: ``fp32``, or ``bf16`` for autocast.
+    """
+
+    source: str
+    train_samples: Annotated[int, Field(ge=10)] | None = None
+    test_samples: Count | None = None
+    learning_rates: Annotated[list[Positive], Field(min_length=1)] = [1e-5, 2e-5, 3e-5]
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = [16, 32]
+    weight_decays: Annotated[list[NonNegative], Field(min_length=1)] = [0.01]
+    epochs: Count = 10
+    evaluate_every: Count = 100
+    patience: Count = 15
+    length: Annotated[int, Field(ge=16)] = 128
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class Glue(FineTuned):
+    """Tasks of GLUE: ``tasks`` names them (``keel.data.glue``). Their development split is what is scored."""
+
+    source: str = "data:glue"
+    tasks: Annotated[list[GlueName], Field(min_length=1)] = list(get_args(GlueName))
+
+
+class Squad(FineTuned):
+    """Questions about paragraphs (``keel.data.squad``), divided by article into those to learn from, to hold out and to score."""
+
+    source: str = "data:squad"
+    length: Annotated[int, Field(ge=16)] = 384
 
 
 class Gates(Section):
@@ -490,6 +573,10 @@ class Evaluation(Section):
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
+    inter_model: InterModel | None = None
+    linguistic: Linguistic | None = None
+    glue: Glue | None = None
+    squad: Squad | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
@@ -535,6 +622,12 @@ class Recipe(Section):
     def trained_arms(self) -> list[str]:
         """Return the names of the arms that have weights of their own."""
         return [name for name, arm in self.arms.items() if arm.weights_of is None]
+
+    def needed_by(self, arm: str) -> list[str]:
+        """Return the arms that must be trained before ``arm`` is measured."""
+        lender, inter = self.arms[arm].weights_of, self.evaluation.inter_model
+        found = [] if lender is None else [lender]
+        return found + ([inter.target] if inter is not None and inter.target != arm else [])
 
     def phases_of(self, arm: str) -> list[Phase]:
         """Return the phases that ``arm`` trains with."""
