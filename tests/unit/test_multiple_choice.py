@@ -17,11 +17,11 @@ from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, item_statistic
 from keel.evaluation.minimal_pairs import MinimalPair, minimal_pairs, read_pairs
 from keel.evaluation.multiple_choice import best, multiple_choice, requests_of
-from keel.evaluation.options import Request, option_scores, reference_scores, row_inputs
+from keel.evaluation.options import Request, option_scores, reference_scores
 from keel.evaluation.statistics import Bootstrap
 from keel.trees import Span, Tree, TreeCache
 from keel.trees.corrupted import CORRUPTIONS, CorruptedSource
-from keel.trees.fields import FieldReader, could_be_label, read_fields, reader_of
+from keel.trees.fields import FieldReader, could_be_label, read_fields, reader_of, row_inputs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
 
@@ -124,9 +124,7 @@ def test_strict_trees_of_prompts_know_no_future() -> None:
 @torch.no_grad()
 def _change(model: Any, reader: FieldReader, text: str, other: str) -> float:
     rows = [reader.read(one) for one in (text, other)]
-    first, second = (
-        model(torch.tensor([row.ids]), **row_inputs(model, [row], row.num_prompt)).logits[0] for row in rows
-    )
+    first, second = (model(torch.tensor([row.ids]), **row_inputs([row], 3)).logits[0] for row in rows)
     same = next((i for i, (a, b) in enumerate(zip(rows[0].ids, rows[1].ids, strict=False)) if a != b), None)
     return 0.0 if same is None else float((first[:same] - second[:same]).abs().max())
 

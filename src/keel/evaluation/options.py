@@ -8,16 +8,15 @@ Shapes: B prompts, P tokens of a prompt, N options, C tokens of an option, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
-from keel.trees.chunks import collate
-from keel.trees.fields import FieldReader, Row
+from keel.trees.fields import FieldReader, Row, padded_left, row_inputs
 
 
 class Request(NamedTuple):
@@ -93,8 +92,8 @@ def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Pr
 def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | str) -> list[list[float]]:
     """Read the prompts of a batch, then all their options behind them."""
     longest = max(one.alone.num_prompt for one in batch)
-    ids_BP = torch.tensor([_left(list(one.alone.ids), longest, 0) for one in batch], device=device)
-    attended_BP = torch.tensor([_left([1] * one.alone.num_prompt, longest, 0) for one in batch], device=device)
+    ids_BP = torch.tensor([padded_left(list(one.alone.ids), longest, 0) for one in batch], device=device)
+    attended_BP = torch.tensor([padded_left([1] * one.alone.num_prompt, longest, 0) for one in batch], device=device)
     options = [row for one in batch for row in one.rows]
     width = max(len(row.ids) - row.num_prompt for row in options)
     goes_on = width > 1  # an option of one token is predicted by the prompt alone
@@ -104,7 +103,7 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
         position_ids=_positions(attended_BP),
         use_cache=goes_on,
         logits_to_keep=1,
-        **row_inputs(model, [one.alone for one in batch], longest, device),
+        **row_inputs([one.alone for one in batch], num_layers(model), longest, device),
     )
     owner_N = torch.tensor([index for index, one in enumerate(batch) for _ in one.rows], device=device)
     logits_NCV = output.logits[owner_N].float()
@@ -120,7 +119,7 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
             position_ids=_positions(attended_NS)[:, longest:],
             past_key_values=cache,
             use_cache=True,
-            **row_inputs(model, options, longest, device),
+            **row_inputs(options, num_layers(model), longest, device),
         )
         logits_NCV = torch.cat([logits_NCV, output.logits.float()], 1)
     logs_NCV = logits_NCV.log_softmax(-1)
@@ -132,41 +131,16 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
     return found
 
 
-def row_inputs(
-    model: KeelForCausalLM, rows: Sequence[Row], longest: int, device: torch.device | str = "cpu"
-) -> Mapping[str, Any]:
-    """Return ``trees`` and ``update_mask`` of a batch of rows for a model's forward, where there are any.
-
-    Args:
-        longest: columns of the padded prompts, which stand at the right of them.
-    """
-    inputs: dict[str, Any] = {}
-    chunks = [row.chunks for row in rows if row.chunks is not None]
-    if chunks:
-        layers = model.host.config.get_text_config().num_hidden_layers
-        inputs["trees"] = {name: tensor.to(device) for name, tensor in collate(chunks, layers).items()}
-    if any(row.updated is not None for row in rows):
-        masks = [
-            _left(
-                [True] * row.num_prompt if row.updated is None else list(row.updated[: row.num_prompt]), longest, True
-            )
-            + ([] if row.updated is None else list(row.updated[row.num_prompt :]))
-            for row in rows
-        ]
-        width = max(map(len, masks))
-        inputs["update_mask"] = torch.tensor([mask + [True] * (width - len(mask)) for mask in masks], device=device)
-    return inputs
-
-
-def _left(values: list[Any], width: int, filling: Any) -> list[Any]:
-    return [filling] * (width - len(values)) + values
-
-
 def _behind(row: Row, width: int, filling: int | None) -> list[int]:
     """The tokens of an option but its last, filled up on the right; without ``filling`` ones for them and zeros behind."""
     ids = list(row.ids[row.num_prompt : -1])
     rest = [0] * (width - len(ids))
     return [1] * len(ids) + rest if filling is None else ids + [filling] * len(rest)
+
+
+def num_layers(model: KeelForCausalLM) -> int:
+    """Return the layers of the host."""
+    return int(model.host.config.get_text_config().num_hidden_layers)
 
 
 def _positions(attended_BT: Tensor) -> Tensor:
@@ -181,7 +155,7 @@ def reference_scores(model: KeelForCausalLM, reader: FieldReader, requests: Sequ
             found = []
             for option in request.options:
                 row = reader.read(request.prompt, option)
-                logits_TV = model(torch.tensor([row.ids]), **row_inputs(model, [row], row.num_prompt)).logits[0]
+                logits_TV = model(torch.tensor([row.ids]), **row_inputs([row], num_layers(model))).logits[0]
                 logs_TV = logits_TV.float().log_softmax(-1)
                 found.append(
                     float(sum(logs_TV[t - 1, row.ids[t]].double() for t in range(row.num_prompt, len(row.ids))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
+from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -289,4 +291,8 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,
+    "blimp": measure_blimp,
+    **{name: functools.partial(measure_benchmark, name=name) for name in ("cola", "hellaswag", "winogrande", "mmlu")},
+    "cloze": measure_cloze,
+    "leak": measure_leak,
 }

@@ -18,6 +18,7 @@ from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
+from keel.training.tree_checks import check_trees
 
 ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
@@ -74,6 +75,7 @@ def _check(recipe: Recipe) -> None:
     for name in recipe.arms:
         _check_arm(recipe, name)
     _check_encoder(recipe)
+    check_trees(recipe)
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -219,7 +221,7 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
-        if phase.trainable == "streams" and not arm.streams:
+        if phase.trainable in ("streams", "adapters_and_streams") and not arm.streams:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 from transformers import AutoConfig, PreTrainedConfig
 
 import keel.encoder  # noqa: F401 - makes "dstg" known to AutoConfig
 from keel.data.corpora import CorpusConfig
-from keel.errors import build_config, suggest
+from keel.errors import build_config
 from keel.positions import Positions
+from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.tree_sections import Adapters, ArmTrees, Benchmark, Cloze, Leak, Pairs, TrainingQuestions, Trees
 
 DEFAULT_SCALE = "small"
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """One mapping of a recipe; a field that it does not know is an error that names the nearest one that it does."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for name in given:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError(
-                        "unknown_field", "{field}", {"field": str(name), "hint": suggest(str(name), cls.model_fields)}
-                    )
-        return given
 
 
 class Tokenizer(Section):
@@ -77,13 +57,14 @@ class Data(Section):
     """What the arms learn: text, with its ``tokenizer``, or a ``task``.
 
     ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``. With ``masking`` the text is not continued but filled in; the
-    windows of the phases then count [CLS] and [SEP].
+    windows of the phases then count [CLS] and [SEP]. ``questions`` are for phases that name them, beside the text.
     """
 
     corpus: dict[str, Any] | None = None
     tokenizer: Tokenizer | None = None
     task: Task | None = None
     masking: Masking | None = None
+    questions: TrainingQuestions | None = None
 
     @model_validator(mode="after")
     def _text_or_task(self) -> Data:
@@ -109,7 +90,9 @@ class Arm(Section):
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``). ``phases`` replace the recipe's; one that is named like one of those has its
-    fields where it says nothing else.
+    fields where it says nothing else; none at all is a host as it is. An arm with ``host_of`` begins with the host that this arm
+    trained with the same seed; its ``adapters`` are put into it, and into its weights when it is trained. ``trees`` are what its tree
+    stream reads.
     """
 
     label: str | None = None
@@ -118,6 +101,9 @@ class Arm(Section):
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
     embedding_scale: Positive | None = None
+    host_of: str | None = None
+    adapters: Adapters | None = None
+    trees: ArmTrees | None = None
     phases: list[Phase] | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
@@ -142,7 +128,10 @@ class Phase(Section):
             embeddings while training; null for none.
         clip: largest gradient norm; null for none.
         label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
-        trainable: what learns: ``all``, ``streams`` or ``host``.
+        trainable: what learns: ``all``, ``streams``, ``host``, the arm's ``adapters``, or ``adapters_and_streams``.
+        learns: ``text``, or the ``questions`` of the data; a batch is then of whole questions, up to ``window`` tokens each.
+        trees: whether a batch of questions brings the trees of the arm; without them its tree stream does nothing (lambda = 0).
+        ramp: share of the steps over which a tree stream's lambda rises from 0 (GTCA section 3.4).
         precision: ``fp32``, or ``bf16`` for autocast.
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
@@ -162,7 +151,10 @@ class Phase(Section):
     neftune_alpha: Positive | None = None
     clip: Positive | None = 1.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    trainable: Literal["all", "streams", "host"] = "all"
+    trainable: Literal["all", "streams", "host", "adapters", "adapters_and_streams"] = "all"
+    learns: Literal["text", "questions"] = "text"
+    trees: bool = True
+    ramp: Annotated[float, Field(ge=0, le=1)] = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
@@ -396,6 +388,13 @@ class Evaluation(Section):
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
+    blimp: Pairs | None = None
+    cola: Benchmark | None = None
+    hellaswag: Benchmark | None = None
+    winogrande: Benchmark | None = None
+    mmlu: Benchmark | None = None
+    cloze: Cloze | None = None
+    leak: Leak | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Evaluation:
@@ -425,6 +424,7 @@ class Recipe(Section):
     data: Data
     host: dict[str, Any]
     match_parameters: bool = False
+    trees: Trees | None = None
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0]
     phases: Annotated[list[Phase], Field(min_length=1)]
@@ -434,9 +434,14 @@ class Recipe(Section):
         """Return the names of the arms that have weights of their own."""
         return [name for name, arm in self.arms.items() if arm.weights_of is None]
 
+    def lender_of(self, arm: str) -> str | None:
+        """Return the arm whose weights, or trained host, ``arm`` needs first."""
+        return self.arms[arm].weights_of or self.arms[arm].host_of
+
     def phases_of(self, arm: str) -> list[Phase]:
         """Return the phases that ``arm`` trains with."""
-        return self.arms[arm].phases or self.phases
+        own = self.arms[arm].phases
+        return self.phases if own is None else own
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
         """Return the streams of ``arm``, or of the arm whose weights it uses."""
@@ -448,7 +453,7 @@ class Recipe(Section):
 
     def train_window(self, arm: str) -> int:
         """Return the length of the windows that the weights of ``arm`` were last trained on."""
-        return self.phases_of(self.arms[arm].weights_of or arm)[-1].window
+        return [*self.phases, *self.phases_of(self.arms[arm].weights_of or arm)][-1].window
 
     def positions_at(self, arm: str, length: int) -> Positions | None:
         """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.

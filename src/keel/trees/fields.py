@@ -14,16 +14,18 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
 from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
-from keel.trees.chunks import Chunks, Scope, joined
+from keel.trees.chunks import Chunks, Scope, collate, joined
 from keel.trees.sources import TreeSource
+from keel.trees.tree import Tree
 
 _LABELS = {
     "Instruction:": "instruction",
@@ -93,6 +95,35 @@ class Row:
     num_prompt: int
     chunks: Chunks | None
     updated: tuple[bool, ...] | None
+
+
+def row_inputs(
+    rows: Sequence[Row], num_layers: int, longest: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Return ``trees`` and ``update_mask`` of a batch of rows for a model's forward, where there are any.
+
+    Args:
+        num_layers: of the host.
+        longest: columns of the prompts where they are padded on the left; 0 for rows that begin in the first column.
+    """
+    inputs: dict[str, Any] = {}
+    chunks = [row.chunks for row in rows if row.chunks is not None]
+    if chunks:
+        inputs["trees"] = {name: tensor.to(device) for name, tensor in collate(chunks, num_layers).items()}
+    if any(row.updated is not None for row in rows):
+        updated = [[True] * len(row.ids) if row.updated is None else list(row.updated) for row in rows]
+        masks = [
+            padded_left(mask[: row.num_prompt], longest, True) + mask[row.num_prompt :]
+            for mask, row in zip(updated, rows, strict=True)
+        ]
+        width = max(map(len, masks))
+        inputs["update_mask"] = torch.tensor([mask + [True] * (width - len(mask)) for mask in masks], device=device)
+    return inputs
+
+
+def padded_left(values: list[Any], width: int, filling: Any) -> list[Any]:
+    """Return the values with enough of ``filling`` before them."""
+    return [filling] * (width - len(values)) + values
 
 
 class FieldReader:
@@ -202,12 +233,29 @@ class FieldReader:
         if self.scope == "sentence":
             return sentence_chunks(self.source.parse(text), spans, self.max_chunks)
         # One token more, which stands for whatever follows: to it the field is complete.
-        last, nodes_at = len(spans.end) - 1, parsed_prefixes(self.source, text, spans)
+        source = _ParsedTogether(self.source, text, spans)
+        last, nodes_at = len(spans.end) - 1, parsed_prefixes(source, text, spans)
 
         def until(t: int) -> list[Nodes]:
             return nodes_at(min(t, last))
 
         return prefix_chunks(last + 2, until, self.max_chunks)
+
+
+class _ParsedTogether:
+    """A source that parses all beginnings of a text that are going to be asked for in one call, where it can do many texts."""
+
+    def __init__(self, source: TreeSource, text: str, spans: TokenSpans) -> None:
+        self.name, self.version, self.source = source.name, source.version, source
+        parse_all = getattr(source, "parse_all", None)
+        ends = sorted({int(end) for end in spans.end})
+        texts = [text[:end] for end in ends if text[:end].strip()]
+        self.known: dict[str, list[Tree]] = {} if parse_all is None else dict(zip(texts, parse_all(texts), strict=True))
+
+    def parse(self, text: str) -> list[Tree]:
+        """See ``TreeSource.parse``."""
+        found = self.known.get(text)
+        return self.source.parse(text) if found is None else found
 
 
 def reader_of(tokenizer: object, **options: object) -> FieldReader:
