@@ -1,9 +1,10 @@
-"""What a recipe asks a language model: minimal pairs, questions with options, gaps; and whether its trees leak."""
+"""What a recipe asks a language model: minimal pairs, questions, gaps; whether its trees leak, and whether its states hold syntax."""
 
 from __future__ import annotations
 
 from keel.data import load_corpus
 from keel.data.corpora import CorpusConfig
+from keel.data.dependencies import read_dependencies
 from keel.data.questions import Question, chosen, cloze_questions, read_questions
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, mean
@@ -12,6 +13,7 @@ from keel.evaluation.minimal_pairs import minimal_pairs, read_pairs
 from keel.evaluation.multiple_choice import multiple_choice
 from keel.experiment.subject import Subject
 from keel.experiment.trees import parser_scores, reader_for
+from keel.probes.syntax import probe_syntax
 from keel.training.tree_sections import Benchmark
 from keel.trees.fields import FieldReader
 
@@ -93,3 +95,28 @@ def measure_leak(subject: Subject) -> list[ItemMetric]:
     if "parser.f1" in scores:
         metrics.append(mean("parser.f1", [scores["parser.f1"]], unit="percent", higher_is_better=None))
     return metrics
+
+
+def measure_syntax(subject: Subject) -> list[ItemMetric]:
+    """UUAS of the structural probe by layer, on real and on nonsense words, on random vectors, and of the chain of neighbours."""
+    wanted = subject.recipe.evaluation.syntax
+    assert wanted is not None
+    found = probe_syntax(
+        subject.model,  # type: ignore[arg-type]
+        _reader(subject),
+        chosen(read_dependencies(wanted.train), wanted.sentences, seed=0),
+        chosen(read_dependencies(wanted.test), wanted.test_sentences, seed=0),
+        rank=wanted.rank,
+        epochs=wanted.epochs,
+        progress=subject.tell,
+    )
+    return [
+        ItemMetric(
+            name=name,
+            unit="share of edges",
+            higher_is_better=None,
+            numerators=tuple(map(float, hits)),
+            denominators=tuple(map(float, found.edges)),
+        )
+        for name, hits in found.metrics().items()
+    ]

@@ -24,7 +24,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
-from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak
+from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
@@ -295,4 +295,5 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     **{name: functools.partial(measure_benchmark, name=name) for name in ("cola", "hellaswag", "winogrande", "mmlu")},
     "cloze": measure_cloze,
     "leak": measure_leak,
+    "syntax": measure_syntax,
 }

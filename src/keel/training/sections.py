@@ -13,7 +13,17 @@ from keel.data.corpora import CorpusConfig
 from keel.errors import build_config
 from keel.positions import Positions
 from keel.training.section import Count, NonNegative, Positive, Section
-from keel.training.tree_sections import Adapters, ArmTrees, Benchmark, Cloze, Leak, Pairs, TrainingQuestions, Trees
+from keel.training.tree_sections import (
+    Adapters,
+    ArmTrees,
+    Benchmark,
+    Cloze,
+    Leak,
+    Pairs,
+    Syntax,
+    TrainingQuestions,
+    Trees,
+)
 
 DEFAULT_SCALE = "small"
 
@@ -395,6 +405,7 @@ class Evaluation(Section):
     mmlu: Benchmark | None = None
     cloze: Cloze | None = None
     leak: Leak | None = None
+    syntax: Syntax | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Evaluation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keel.errors import KeelError, suggest
 from keel.training.sections import Recipe
 
-_ON_QUESTIONS = ("blimp", "cola", "hellaswag", "winogrande", "mmlu", "cloze", "leak")
+_ON_QUESTIONS = ("blimp", "cola", "hellaswag", "winogrande", "mmlu", "cloze", "leak", "syntax")
 
 
 def check_trees(recipe: Recipe) -> None:

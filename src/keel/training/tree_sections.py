@@ -159,3 +159,20 @@ class Leak(Section):
 
     source: str = "data:blimp"
     count: Count = 5
+
+
+class Syntax(Section):
+    """The structural probe of Hewitt and Manning, by layer (``keel.probes.syntax``).
+
+    Attributes:
+        train, test: CoNLL-U files that it is fitted and scored on.
+        sentences, test_sentences: of each, chosen at random once for all arms and seeds.
+        rank, epochs: of the probe.
+    """
+
+    train: str = "data:ud_english_ewt/en_ewt-ud-train.conllu.gz"
+    test: str = "data:ud_english_ewt/en_ewt-ud-test.conllu"
+    sentences: Count = 1000
+    test_sentences: Count = 300
+    rank: Count = 64
+    epochs: Count = 10
