@@ -26,6 +26,13 @@ class Request(NamedTuple):
     options: Sequence[str]
 
 
+class Scored(NamedTuple):
+    """Log-likelihood of an option in nats, and whether each of its tokens was the likeliest."""
+
+    loglikelihood: float
+    greedy: bool
+
+
 class _Prompt(NamedTuple):
     """A request as rows: of the prompt alone, and with each option behind it."""
 
@@ -48,18 +55,34 @@ def option_scores(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> list[list[float]]:
-    """Return for every request the log-likelihood of each of its options, in nats.
+    """Return for every request the log-likelihood of each of its options, in nats. Reference twin: ``reference_scores``.
+
+    The arguments are those of ``scored_options``.
+    """
+    found = scored_options(model, reader, requests, token_budget=token_budget, device=device, progress=progress)
+    return [[option.loglikelihood for option in row] for row in found]
+
+
+def scored_options(
+    model: KeelForCausalLM,
+    reader: FieldReader,
+    requests: Sequence[Request],
+    *,
+    token_budget: int = 8192,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> list[list[Scored]]:
+    """Score each option of every request.
 
     Args:
         reader: makes the rows, with trees where the model's stream reads them from the batch.
         token_budget: most tokens in one forward pass, or one request.
         progress: called with the number of finished requests.
-    Reference twin: ``reference_scores``.
     """
     prompts = sorted(
         (_read(reader, index, request) for index, request in enumerate(requests)), key=lambda one: one.cost
     )
-    scores: list[list[float]] = [[] for _ in requests]
+    scores: list[list[Scored]] = [[] for _ in requests]
     done = 0
     with evaluating(model):
         for batch in _batches(prompts, token_budget):
@@ -89,7 +112,7 @@ def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Pr
         yield batch
 
 
-def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | str) -> list[list[float]]:
+def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | str) -> list[list[Scored]]:
     """Read the prompts of a batch, then all their options behind them."""
     longest = max(one.alone.num_prompt for one in batch)
     ids_BP = torch.tensor([padded_left(list(one.alone.ids), longest, 0) for one in batch], device=device)
@@ -123,11 +146,13 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
         )
         logits_NCV = torch.cat([logits_NCV, output.logits.float()], 1)
     logs_NCV = logits_NCV.log_softmax(-1)
-    found: list[list[float]] = [[] for _ in batch]
+    found: list[list[Scored]] = [[] for _ in batch]
     for owner, row, logs_CV in zip(owner_N.tolist(), options, logs_NCV, strict=True):
         targets_C = torch.tensor(row.ids[row.num_prompt :], device=device)
-        scored_C = logs_CV[: len(targets_C)].gather(1, targets_C[:, None])
-        found[owner].append(float(scored_C.double().sum()))
+        logs_CV = logs_CV[: len(targets_C)]
+        scored_C = logs_CV.gather(1, targets_C[:, None])
+        greedy = bool((logs_CV.argmax(-1) == targets_C).all())
+        found[owner].append(Scored(float(scored_C.double().sum()), greedy))
     return found
 
 

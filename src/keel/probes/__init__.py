@@ -1,4 +1,4 @@
-"""Looks inside a model: geometry of what a stream writes, attention spans, gates against depth; syntax by layer; positions and heads of an encoder.
+"""Looks inside a model: what a stream writes, attention spans, gates against depth, syntax by layer; positions and heads of an encoder.
 
 A probe measures, says its numbers as plain JSON values and draws them; it trains nothing and leaves the model as it was.
 """
