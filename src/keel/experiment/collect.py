@@ -159,7 +159,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
         weights_of=lender,
         params_total=trained[0].params_total,
         params_trainable=trained[0].params_trainable,
-        train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) if own else None,
+        train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) or None if own else None,
         peak_memory_bytes=max((report.peak_memory_bytes for report in own), default=None),
         metrics=statistics.metrics(arm, recipe.seeds),
         curves=_curves(recipe, arm, reports) if own else {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
+from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
 from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
 from keel.experiment.encoder_views import measure_inter_model
@@ -340,4 +342,9 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "linguistic": measure_linguistic,
     "glue": measure_glue,
     "squad": measure_squad,
+    "blimp": measure_blimp,
+    **{name: functools.partial(measure_benchmark, name=name) for name in ("cola", "hellaswag", "winogrande", "mmlu")},
+    "cloze": measure_cloze,
+    "leak": measure_leak,
+    "syntax": measure_syntax,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -29,6 +30,7 @@ from keel.errors import KeelError, build_config
 from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
+from keel.training.adapters import add_adapters
 from keel.training.sections import Recipe
 
 
@@ -61,17 +63,25 @@ def load_tokens(recipe: Recipe) -> TokenCorpus:
 
 
 def build_model(
-    recipe: Recipe, arm: str, seed: int, tokenizer: PreTrainedTokenizerBase, width: int | None = None
+    recipe: Recipe,
+    arm: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    width: int | None = None,
+    trained_host: Path | None = None,
 ) -> KeelForCausalLM | DstgForMaskedLM:
     """Return the untrained model of ``arm``; host and streams depend on ``seed`` alone. An encoder is the whole model.
 
     Args:
         width: the host's feed-forward size, from ``matched_widths``; None leaves the recipe's.
+        trained_host: model folder of the arm that ``host_of`` names.
     Raises: KeelError for a checkpoint that cannot be loaded or does not fit the tokenizer.
     """
     torch.manual_seed(seed)
     config = recipe.host_config(arm)
-    if config is None:
+    if trained_host is not None:
+        host = KeelForCausalLM.from_pretrained(trained_host).detach()
+    elif config is None:
         host = _host_from_checkpoint(str(recipe.host["checkpoint"]), len(tokenizer))
     else:
         _set_vocabulary(config, tokenizer)
@@ -84,7 +94,11 @@ def build_model(
         name: stream_from_config(fields, f"arms.{arm}.streams.{name}")
         for name, fields in recipe.streams_of(arm).items()
     }
-    return attach(host, streams, positions=recipe.positions_at(arm, recipe.train_window(arm)))
+    model = attach(host, streams, positions=recipe.positions_at(arm, recipe.train_window(arm)))
+    adapters = recipe.arms[arm].adapters
+    if adapters is not None:
+        add_adapters(model.host, adapters)
+    return model
 
 
 def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

@@ -21,6 +21,7 @@ from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
 from keel.training.signal_losses import LOSSES
 from keel.training.simulation import Simulation
+from keel.training.tree_checks import check_trees
 
 ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
@@ -89,6 +90,7 @@ def _check(recipe: Recipe) -> None:
     for name in recipe.arms:
         _check_arm(recipe, name)
     _check_encoder(recipe)
+    check_trees(recipe)
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -285,7 +287,7 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
         _check_dynamics(recipe, phase, where)
-        if phase.trainable == "streams" and not arm.streams:
+        if phase.trainable in ("streams", "adapters_and_streams") and not arm.streams:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 from transformers import AutoConfig, PreTrainedConfig
 
 import keel.encoder  # noqa: F401 - makes "dstg" known to AutoConfig
 from keel.data.corpora import CorpusConfig
-from keel.errors import build_config, suggest
+from keel.errors import build_config
 from keel.positions import Positions
+from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.tree_sections import (
+    Adapters,
+    ArmTrees,
+    Benchmark,
+    Cloze,
+    Leak,
+    Pairs,
+    Syntax,
+    TrainingQuestions,
+    Trees,
+)
 
 DEFAULT_SCALE = "small"
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LinguisticProbe = Literal[
     "pos", "dependency_depth", "subject_number", "sentence_order", "top_constituents", "tree_depth"
 ]
 
 GlueName = Literal["sst2", "mrpc", "rte", "stsb"]
-
-
-class Section(BaseModel):
-    """One mapping of a recipe; a field that it does not know is an error that names the nearest one that it does."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for name in given:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError(
-                        "unknown_field", "{field}", {"field": str(name), "hint": suggest(str(name), cls.model_fields)}
-                    )
-        return given
 
 
 class Tokenizer(Section):
@@ -82,13 +72,14 @@ class Data(Section):
     """What the arms learn: text, with its ``tokenizer``, or a ``task``.
 
     ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``. With ``masking`` the text is not continued but filled in; the
-    windows of the phases then count [CLS] and [SEP].
+    windows of the phases then count [CLS] and [SEP]. ``questions`` are for phases that name them, beside the text.
     """
 
     corpus: dict[str, Any] | None = None
     tokenizer: Tokenizer | None = None
     task: Task | None = None
     masking: Masking | None = None
+    questions: TrainingQuestions | None = None
 
     @model_validator(mode="after")
     def _text_or_task(self) -> Data:
@@ -115,8 +106,10 @@ class Arm(Section):
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
     ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
-    recipe's; one that is named like one of those has its fields where it says nothing else. ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is
-    widened, where the recipe as a whole does not match them.
+    recipe's; one that is named like one of those has its fields where it says nothing else; none at all is a host as it is.
+    ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
+    whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
+    are put into it, and into its weights when it is trained. ``trees`` are what its tree stream reads.
     """
 
     label: str | None = None
@@ -126,6 +119,9 @@ class Arm(Section):
     weights_of: str | None = None
     weights_after: str | None = None
     embedding_scale: Positive | None = None
+    host_of: str | None = None
+    adapters: Adapters | None = None
+    trees: ArmTrees | None = None
     phases: list[Phase] | None = None
     match_parameters_of: str | None = None
 
@@ -171,7 +167,10 @@ class Phase(Section):
             embeddings while training; null for none.
         clip: largest gradient norm; null for none.
         label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
-        trainable: what learns: ``all``, ``streams`` or ``host``.
+        trainable: what learns: ``all``, ``streams``, ``host``, the arm's ``adapters``, or ``adapters_and_streams``.
+        learns: ``text``, or the ``questions`` of the data; a batch is then of whole questions, up to ``window`` tokens each.
+        trees: whether a batch of questions brings the trees of the arm; without them its tree stream does nothing (lambda = 0).
+        ramp: share of the steps over which a tree stream's lambda rises from 0 (GTCA section 3.4).
         precision: ``fp32``, or ``bf16`` for autocast.
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
@@ -192,7 +191,10 @@ class Phase(Section):
     neftune_alpha: Positive | None = None
     clip: Positive | None = 1.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    trainable: Literal["all", "streams", "host"] = "all"
+    trainable: Literal["all", "streams", "host", "adapters", "adapters_and_streams"] = "all"
+    learns: Literal["text", "questions"] = "text"
+    trees: bool = True
+    ramp: Annotated[float, Field(ge=0, le=1)] = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
@@ -580,6 +582,14 @@ class Evaluation(Section):
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
+    blimp: Pairs | None = None
+    cola: Benchmark | None = None
+    hellaswag: Benchmark | None = None
+    winogrande: Benchmark | None = None
+    mmlu: Benchmark | None = None
+    cloze: Cloze | None = None
+    leak: Leak | None = None
+    syntax: Syntax | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Evaluation:
@@ -609,6 +619,7 @@ class Recipe(Section):
     data: Data
     host: dict[str, Any]
     match_parameters: bool = False
+    trees: Trees | None = None
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0]
     phases: Annotated[list[Phase], Field(min_length=1)]
@@ -624,14 +635,15 @@ class Recipe(Section):
         return [name for name, arm in self.arms.items() if arm.weights_of is None]
 
     def needed_by(self, arm: str) -> list[str]:
-        """Return the arms that must be trained before ``arm`` is measured."""
-        lender, inter = self.arms[arm].weights_of, self.evaluation.inter_model
-        found = [] if lender is None else [lender]
+        """Return the arms that must be trained before ``arm``: whose weights or host it uses, or which is predicted from it."""
+        own, inter = self.arms[arm], self.evaluation.inter_model
+        found = [other for other in (own.weights_of, own.host_of) if other is not None]
         return found + ([inter.target] if inter is not None and inter.target != arm else [])
 
     def phases_of(self, arm: str) -> list[Phase]:
         """Return the phases that ``arm`` trains with."""
-        return self.arms[arm].phases or self.phases
+        own = self.arms[arm].phases
+        return self.phases if own is None else own
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
         """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""
@@ -646,7 +658,7 @@ class Recipe(Section):
 
     def train_window(self, arm: str) -> int:
         """Return the length of the windows that the weights of ``arm`` were last trained on."""
-        return self.phases_of(self.arms[arm].weights_of or arm)[-1].window
+        return [*self.phases, *self.phases_of(self.arms[arm].weights_of or arm)][-1].window
 
     def positions_at(self, arm: str, length: int) -> Positions | None:
         """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from keel.training.sections import DEFAULT_SCALE, Count, NonNegative, PaperReference, Positive, Section
+from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.sections import DEFAULT_SCALE, PaperReference
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
