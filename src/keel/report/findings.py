@@ -128,8 +128,10 @@ def _common_status(compared: list[Outcome]) -> Status:
 
 def _outcome_sentences(results: Results, outcomes: list[Outcome], headline: Outcome | None) -> list[str]:
     """Put each metric into words, with the paper's values behind it; the headline has already said its own."""
+    # Where not all can be told, an undecided one is the first that nobody misses.
+    told = sorted(outcomes, key=lambda outcome: outcome.status == "undecided")[:_MOST_OUTCOMES]
     sentences = []
-    for outcome in outcomes[:_MOST_OUTCOMES]:
+    for outcome in (outcome for outcome in outcomes if outcome in told):
         words = [] if outcome is headline else [outcome.sentence]
         if not is_extrapolation(outcome.metric):
             words += _paper_sentences(results, outcome.metric)
