@@ -26,7 +26,7 @@ from typer.exceptions import TyperException
 from keel.errors import KeelError
 
 if TYPE_CHECKING:
-    from keel.training.recipe import Recipe
+    from keel.training.recipe import Recipe, Simulation
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
@@ -215,8 +215,16 @@ def run(
 
     Example:  keel run s_former/wikitext103_extrapolation --seeds 1 --only rope --set phases.train.steps=100
     """
+    from keel.experiment import run_simulation
+    from keel.training.recipe import Simulation
+
     chosen = _load(recipe, scale, list(changes or []), seeds)
     folder = out_dir or Path("runs") / f"{chosen.name}.{chosen.scale}"
+    if isinstance(chosen, Simulation):
+        if only:
+            raise KeelError(f"--only: {chosen.name} trains nothing and takes seconds; leave it out")
+        run_simulation(chosen, folder, resume=resume)
+        return _show(folder)
     _run(chosen, folder, device=device, resume=resume, jobs=jobs, only=only)
 
 
@@ -276,20 +284,60 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the draw, with --sample.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw, with --sample.")] = 0,
+    signals: Annotated[
+        bool, typer.Option("--signals", help="Draw the streams' signals while the text is written.")
+    ] = False,
+    signals_out: Annotated[
+        Path | None, typer.Option("--signals-out", help="File for the signals of every token, as JSON.", metavar="FILE")
+    ] = None,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Continue a text with a trained checkpoint; the tokenizer that lies beside it is used.
 
     Example:  keel generate runs/demo/structural/seed0/model "def main(" --max-new-tokens 40
+
+    Example:  keel generate my/dynamic_state/model "The harbour at night" --signals --signals-out signals.json
     """
     from keel.pretrained import continue_text
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "do_sample": sample}
     if sample:
         options["temperature"] = temperature
-    with _working():
-        text = continue_text(checkpoint, prompt, seed=seed, device=_device(device), **options)
+    if signals or signals_out is not None:
+        from keel.watching import continue_with_signals
+
+        shown = out if signals else None
+        text = continue_with_signals(
+            checkpoint, prompt, console=shown, file=signals_out, seed=seed, device=_device(device), **options
+        )
+        if signals:
+            print()
+    else:
+        with _working():
+            text = continue_text(checkpoint, prompt, seed=seed, device=_device(device), **options)
     print(text)  # rich would take control characters out
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="Keel checkpoint or bare host: a folder, or a name on the Hub.")],
+    onnx: Annotated[Path, typer.Option("--onnx", help="File to write, such as model.onnx.", metavar="FILE")],
+) -> None:
+    """Write one token of decoding as ONNX, with a description and a program that runs it without torch beside it.
+
+    Keys, values, the state of every stream and the telemetry go in and come out by name.
+
+    Example:  keel export runs/demo/structural/seed0/model --onnx exported/model.onnx
+    """
+    from keel.export import export_onnx
+    from keel.pretrained import load_model
+
+    with _working() as say:
+        model = load_model(checkpoint).float()
+        say("exporting")
+        files = export_onnx(model, onnx)
+    for file in files:
+        out.print(escape(str(file)))
 
 
 class Probe(StrEnum):
@@ -448,15 +496,15 @@ def doctor() -> None:
         raise FailedRun(f"{', '.join(broken)}: Keel cannot work like this; see above")
 
 
-def _load(recipe: str, scale: Scale | None, changes: list[str], seeds: int | None) -> Recipe:
-    from keel.training.recipe import load_recipe
+def _load(recipe: str, scale: Scale | None, changes: list[str], seeds: int | None) -> Recipe | Simulation:
+    from keel.training.recipe import load_any
 
-    loaded = load_recipe(recipe, scale, changes)
+    loaded = load_any(recipe, scale, changes)
     if seeds is None:
         return loaded
     more = (seed for seed in range(len(loaded.seeds) + seeds) if seed not in loaded.seeds)
     wanted = [*loaded.seeds, *more][:seeds]
-    return load_recipe(recipe, scale, [*changes, f"seeds={wanted}"])
+    return load_any(recipe, scale, [*changes, f"seeds={wanted}"])
 
 
 def _run(recipe: Recipe, folder: Path, *, device: Device, **options: Any) -> None:

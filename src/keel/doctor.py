@@ -19,7 +19,7 @@ import torch
 from keel.data.corpora import data_root
 from keel.data.store import resolve_cache_dir
 from keel.errors import KeelError
-from keel.training.recipe import list_recipes, load_recipe, recipe_scales
+from keel.training.recipe import Recipe, Simulation, list_recipes, load_any, recipe_scales
 
 State = Literal["ok", "absent", "broken"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -66,10 +66,8 @@ def runnable() -> list[Runnable]:
     found = []
     for name in list_recipes():
         for scale in recipe_scales(name):
-            recipe = load_recipe(name, scale)
-            passages = recipe.evaluation.last_word
-            given = [recipe.data.corpus, None if passages is None else passages.passages]
-            lacks = ", ".join(filter(None, (_lacks(str(fields["source"])) for fields in given if fields is not None)))
+            recipe = load_any(name, scale)
+            lacks = ", ".join(filter(None, (_lacks(source) for source in _sources(recipe))))
             found.append(
                 Runnable(
                     recipe=name,
@@ -80,6 +78,14 @@ def runnable() -> list[Runnable]:
                 )
             )
     return found
+
+
+def _sources(recipe: Recipe | Simulation) -> list[str]:
+    """What text a recipe reads."""
+    if isinstance(recipe, Simulation):
+        return []
+    given = [recipe.data.corpus, *recipe.passages().values()]
+    return [str(fields["source"]) for fields in given if fields is not None]
 
 
 def duration(minutes: float | None) -> str:

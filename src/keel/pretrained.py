@@ -91,17 +91,25 @@ def continue_text(checkpoint: str, prompt: str, *, device: str | None = None, se
         options: of ``generate``, such as ``max_new_tokens``, ``num_beams``, ``do_sample``.
     Raises: KeelError for a checkpoint that cannot be loaded, or a prompt without a token.
     """
+    model, tokenizer, inputs, options = open_continuation(checkpoint, prompt, device=device, options=options)
+    torch.manual_seed(seed)
+    ids_BT = model.generate(**inputs, **options)
+    text: str = tokenizer.decode(ids_BT[0], skip_special_tokens=True)
+    return text
+
+
+def open_continuation(
+    checkpoint: str, prompt: str, *, device: str | None, options: dict[str, Any]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Any, dict[str, Any]]:
+    """Return model, tokenizer, the prompt's inputs and the options with which ``generate`` continues it; see ``continue_text``."""
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(place)
     if inputs["input_ids"].shape[1] == 0:
         raise KeelError(f"prompt {prompt!r} has no token; give some text to continue")
-    torch.manual_seed(seed)
     if tokenizer.pad_token_id is None:
-        options["pad_token_id"] = tokenizer.eos_token_id
-    ids_BT = model.to(place).eval().generate(**inputs, **options)
-    text: str = tokenizer.decode(ids_BT[0], skip_special_tokens=True)
-    return text
+        options = {**options, "pad_token_id": tokenizer.eos_token_id}
+    return model.to(place).eval(), tokenizer, inputs, options
 
 
 def _load_bare(checkpoint: str) -> PreTrainedModel:

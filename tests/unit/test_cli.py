@@ -25,7 +25,7 @@ from keel.evaluation.results import Arm, Metric, Provenance, Results, write_resu
 from keel.training.recipe import Recipe, list_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("try", "run", "recipes", "report", "generate", "doctor")
+COMMANDS = ("try", "run", "recipes", "report", "generate", "export", "doctor")
 WORDS = ["tide", "keel", "mast", "anchor", "rope", "deck", "harbour", "wind", "sail", "stone", "river", "light"]
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
+from keel.evaluation.items import ItemMetric
+from keel.experiment.measure import Evaluation
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE, draw_heat_maps, pictures
+from keel.experiment.robustness_pictures import margin_weights, robustness_pictures
 from keel.training import Recipe
 from keel.training.recipe import load_recipe
 
@@ -58,3 +61,36 @@ def test_the_barriers_share_is_drawn_for_learned_priors_beside_a_fresh_one(tmp_p
     (found,) = pictures(recipe, ["ce", "margin_005"], tmp_path)
     drawn = (tmp_path / "figures" / "support.curves.svg").read_text(encoding="utf-8")
     assert (tmp_path / found.file).is_file() and "Fresh prior" in drawn and recipe.label_of("margin_005") in drawn
+
+
+def evaluation(level: float, metrics: tuple[str, ...]) -> Evaluation:
+    """Forty windows whose ratio is ``level`` in every metric."""
+    items = {
+        name: ItemMetric(
+            name=name, unit="ratio", higher_is_better=False, numerators=(level,) * 40, denominators=(1.0,) * 40
+        )
+        for name in metrics
+    }
+    return Evaluation(metrics=items, sections=("robustness",), seconds=1.0)
+
+
+def test_robustness_is_drawn_by_kind_of_noise_and_by_weight_of_the_prior(tmp_path: Path) -> None:
+    recipe = load_recipe("support_tokens/robustness", "tiny")
+    metrics = ("ppl", "noise.ratio@0.1", "noise.ratio@0.4", "drift.ratio_snr@8", "contextual_embedding_error")
+    evaluations = {arm: {0: evaluation(2.0, metrics)} for arm in ("ce", "margin_005", "neftune")}
+    found = robustness_pictures(recipe, evaluations, tmp_path)
+    names = [picture.file for picture in found]
+    assert names == [f"figures/robustness.{name}.png" for name in ("noise-ratio", "drift-ratio_snr", "weights")]
+    assert all((tmp_path / name).is_file() for name in names)
+    boxes = (tmp_path / "figures" / "robustness.noise-ratio.svg").read_text(encoding="utf-8")
+    assert "NEFTune" in boxes and "Cross-entropy alone" in boxes and ">0.4<" in boxes
+    weights = (tmp_path / "figures" / "robustness.weights.svg").read_text(encoding="utf-8")
+    assert ">0.05<" in weights and "noise of 0.4" in found[-1].caption
+    alone = robustness_pictures(recipe, {"ce": evaluations["ce"]}, tmp_path / "alone")
+    assert len(alone) == 2, "one weight is no choice"
+    assert robustness_pictures(recipe, {"ce": {0: evaluation(2.0, ("ppl",))}}, tmp_path / "none") == []
+
+
+def test_weights_are_of_free_priors_that_differ_in_nothing_else() -> None:
+    weights = margin_weights(load_recipe("support_tokens/robustness", "small"))
+    assert weights == {"ce": 0.0, "margin_002": 0.02, "margin_005": 0.05, "margin_010": 0.1, "margin_025": 0.25}

@@ -242,6 +242,14 @@ def test_at_most_six_measurements_are_put_into_words() -> None:
         assert f"Of {count} measurements, the stream helped in all {count} (probe m0, " in result.headline
 
 
+def test_a_decided_measurement_is_told_before_undecided_ones() -> None:
+    means = {f"probe.m{index}": 0.5 for index in range(9)}
+    arms: dict[str, Any] = {"a": ("A", [], means), "b": ("B", ["structural"], {**means, "probe.m8": 0.6})}
+    told = [sentence for sentence in verdict(make_measured(arms)).sentences if "the stream helped" in sentence]
+    assert [sentence for sentence in told if "undecided" not in sentence] == [told[-1]] and "probe m8" in told[-1]
+    assert len(told) == 6 and "probe m0" in told[0], "the order of the file is kept"
+
+
 def test_a_measurement_that_is_lost_is_said() -> None:
     lost = a_and_b(0.6, 0.5, compare=False)
     for arm in lost.arms:

@@ -19,9 +19,19 @@ from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation import robustness as module
 from keel.evaluation.items import ItemMetric
+from keel.evaluation.last_word import Passage
+from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, perturb, rescale_embeddings, robustness, subsampled
-from keel.evaluation.selective import calibration_terms, risk_coverage, risk_terms, selective
+from keel.evaluation.selective import (
+    COVERAGES,
+    calibration_terms,
+    risk_coverage,
+    risk_terms,
+    selective,
+    selective_words,
+)
 from keel.evaluation.support import (
+    barriers,
     cumulative_share,
     effective_size,
     support_tokens,
@@ -242,7 +252,8 @@ def test_area_under_the_risk_coverage_curve_is_the_textbooks() -> None:
 
 def test_predictions_of_a_model() -> None:
     model, windows = make_model(), make_windows()
-    found = by_name(selective(model, model.streams["margin"], windows))
+    measured = selective(model, model.streams["margin"], windows)
+    found = by_name(measured.metrics)
     assert set(found) == {"ece", "aurc@max_probability", "aurc@entropy", "aurc@barrier"}
     ids = torch.stack([window.ids for window in windows])
     with torch.no_grad():
@@ -258,7 +269,79 @@ def test_predictions_of_a_model() -> None:
     assert found["aurc@entropy"].value == pytest.approx(risk_terms(-entropy, wrong).mean(), rel=1e-4)
     barrier = output.signals["margin.barrier"].flatten().double().numpy()
     assert found["aurc@barrier"].value == pytest.approx(risk_terms(-barrier, wrong).mean(), rel=1e-3)
-    assert "aurc@barrier" not in by_name(selective(model, None, windows))
+    assert "aurc@barrier" not in by_name(selective(model, None, windows).metrics)
+    assert measured.curves["entropy"][-1] == pytest.approx(wrong.mean()), (
+        "at full coverage every score has the error rate"
+    )
+    surest_half = np.argsort(-sure, kind="stable")[: round(0.5 * len(sure))]
+    assert measured.curves["max_probability"][COVERAGES.index(0.5)] == pytest.approx(wrong[surest_half].mean())
+
+
+def test_last_words_are_right_where_all_their_tokens_are() -> None:
+    model = make_model()
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(0, VOCABULARY, (9,), generator=generator).tolist() for _ in range(3)]
+    with torch.no_grad():
+        for row in rows[:2]:  # the last two tokens are what the model thinks likeliest: a right word
+            for place in (7, 8):
+                row[place] = int(model(torch.tensor([row[:place]])).logits[0, -1].argmax())
+        rows[1][8] = (rows[1][8] + 1) % VOCABULARY  # and a half of this one is wrong
+        output = model(torch.tensor(rows), collect_signals=True)
+    passages = [Passage(ids=row, num_targets=2) for row in rows]
+    found = by_name(selective_words(model, model.streams["margin"], passages, "lambada").metrics)
+    assert set(found) == {f"lambada.{name}" for name in ("ece", "aurc@max_probability", "aurc@entropy", "aurc@barrier")}
+    probabilities = torch.softmax(output.logits.double(), -1)[:, 6:8]
+    confidence = probabilities.max(-1).values.prod(-1).numpy()
+    wrong = np.array([0.0, 1.0, 1.0])
+    assert found["lambada.ece"].value == pytest.approx(calibration_terms(confidence, 1 - wrong).mean(), rel=1e-4)
+    assert found["lambada.aurc@max_probability"].value == pytest.approx(risk_terms(confidence, wrong).mean(), rel=1e-4)
+    entropy = torch.special.entr(probabilities).sum((-1, -2)).numpy()
+    assert found["lambada.aurc@entropy"].value == pytest.approx(risk_terms(-entropy, wrong).mean(), rel=1e-4)
+    barrier = output.signals["margin.barrier"][:, 6].double().numpy()
+    assert found["lambada.aurc@barrier"].value == pytest.approx(risk_terms(-barrier, wrong).mean(), rel=1e-3)
+    with pytest.raises(KeelError, match="no passages"):
+        selective_words(model, None, [], "lambada")
+
+
+# -- the average over sampled embeddings ------------------------------------------------------------------------------------
+
+
+def test_without_noise_the_average_is_the_model() -> None:
+    model, windows = make_model(), make_windows()
+    plain = by_name(selective(model, None, windows).metrics)
+    for prior, samples in ((None, 1), (model.streams["margin"], 3)):
+        found = by_name(posterior_scores(model, prior, windows, samples=samples, noise=0.0))
+        assert found["posterior.ece"].value == pytest.approx(plain["ece"].value, rel=1e-4)
+        assert found["posterior.aurc@entropy"].value == pytest.approx(plain["aurc@entropy"].value, rel=1e-4)
+        assert found["posterior.sample_share"].value == pytest.approx(1 / samples, rel=1e-3)
+        ids = torch.stack([window.ids for window in windows])
+        with torch.no_grad():
+            nll = F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1).double(), ids[:, 1:].flatten())
+        assert found["posterior.ppl"].value == pytest.approx(math.exp(nll), rel=1e-5)
+
+
+def test_samples_are_averaged_with_the_priors_weights() -> None:
+    model, (window, *_) = make_model(), make_windows()
+    prior = model.streams["margin"]
+    found = by_name(posterior_scores(model, prior, [window], samples=3, noise=0.5))
+    with torch.no_grad():
+        clean = model.get_input_embeddings()(window.ids[None, :-1])
+        sigma = 0.5 * float(clean.square().mean().sqrt())
+        drawn = perturb(clean.expand(3, -1, -1), "noise", sigma, [0, 1, 2])
+        probabilities = torch.softmax(model(inputs_embeds=drawn).logits.double(), -1)
+        logdet = torch.cat([-barriers(prior, row[None])[0] for row in drawn]).double()
+    nats = 0.0
+    for t in range(LENGTH - 1):
+        weights = torch.exp(logdet[:, : t + 1].sum(1))
+        mixed = (weights[:, None] * probabilities[:, t]).sum(0) / weights.sum()
+        nats -= float(mixed[window.ids[t + 1]].log())
+    assert found["posterior.ppl"].value == pytest.approx(math.exp(nats / (LENGTH - 1)), rel=1e-4)
+    share = float(weights.max() / weights.sum())
+    assert found["posterior.sample_share"].value == pytest.approx(share, rel=1e-4) and share > 0.34
+    alike = by_name(posterior_scores(model, None, [window], samples=3, noise=0.5))
+    assert alike["posterior.ppl"].value != pytest.approx(found["posterior.ppl"].value, rel=1e-6)
+    with pytest.raises(KeelError, match="samples >= 1"):
+        posterior_scores(model, None, [window], samples=0, noise=0.5)
 
 
 def test_the_page_of_tokens_shows_shades_marks_and_no_markup_of_the_text() -> None:

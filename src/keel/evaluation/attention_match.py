@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keel.data import TaskData
 from keel.evaluation.items import ItemMetric, mean
+from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
 
 
@@ -33,14 +34,9 @@ def attention_match(model: KeelForCausalLM, data: TaskData) -> AttentionMatch:
     rows = data.train()
     ids_VT = torch.stack([rows[index]["input_ids"] for index in range(len(rows))])
     device = next(model.parameters()).device
-    was_training = model.training
-    model.train(False)
     model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            attention_VHTT = model(ids_VT.to(device), output_attentions=True, use_cache=False).attentions[-1]
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        attention_VHTT = model(ids_VT.to(device), output_attentions=True, use_cache=False).attentions[-1]
     return AttentionMatch(
         estimate_VV=attention_VHTT[:, :, -1, :-1].float().mean(1).cpu(), target_VV=data.language.transitions()
     )

@@ -20,6 +20,7 @@ from keel.data.tasks import language_tokens
 from keel.errors import KeelError
 from keel.evaluation.corruption import corrupted
 from keel.evaluation.items import ItemMetric
+from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
 
 # What is lower in a better model; everything else that a language judges is higher.
@@ -53,31 +54,26 @@ def complete(
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     found: list[list[int]] = [[] for _ in prompts]
     device = next(model.parameters()).device
-    was_training = model.training
-    model.train(False)
-    try:
+    with evaluating(model):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             longest = max(len(prompts[index]) for index in chosen)
             rows = [[pad] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen]
             mask = [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen]
-            with torch.inference_mode():
-                new_BT = model.generate(
-                    torch.tensor(rows, device=device),
-                    attention_mask=torch.tensor(mask, device=device),
-                    do_sample=False,
-                    num_beams=1,
-                    max_new_tokens=max_new_tokens,
-                    eos_token_id=end,
-                    pad_token_id=pad,
-                    use_cache=use_cache,
-                )[:, longest:]
+            new_BT = model.generate(
+                torch.tensor(rows, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=end,
+                pad_token_id=pad,
+                use_cache=use_cache,
+            )[:, longest:]
             for index, new_T in zip(chosen, new_BT.tolist(), strict=True):
                 found[index] = new_T[: new_T.index(end)] if end in new_T else new_T
             if progress is not None:
                 progress(min(start + batch_size, len(order)))
-    finally:
-        model.train(was_training)
     return found
 
 

@@ -1,7 +1,8 @@
 """Metrics that are ratios of sums over items: passages, strings, blocks of text, sequences.
 
 An accuracy is hits over items, a micro F1 is 2 tp over 2 tp + fp + fn, a perplexity the exponential of nats over tokens. Kept item by
-item, every one of them can be resampled for intervals and compared in pairs.
+item, every one of them can be resampled for intervals and compared in pairs. Matthews' correlation is no such ratio, but a function of
+four sums over items, and is resampled alike.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ItemMetric:
         higher_is_better: the direction; None where more is neither better nor worse.
         numerators, denominators: one entry an item; the value is the sum of the first over that of the second.
         exponential: the value is the exponential of that ratio (perplexity).
+        matthews: the value is Matthews' correlation of the numerators (guesses, 0 or 1) with the denominators (truths, 0 or 1).
     Raises: KeelError for no items or unequal numbers of them.
     """
 
@@ -36,6 +38,7 @@ class ItemMetric:
     numerators: tuple[float, ...]
     denominators: tuple[float, ...]
     exponential: bool = False
+    matthews: bool = False
 
     def __post_init__(self) -> None:
         if not self.numerators or len(self.numerators) != len(self.denominators):
@@ -55,6 +58,7 @@ class ItemMetric:
             "unit": self.unit,
             "higher_is_better": self.higher_is_better,
             "exponential": self.exponential,
+            **({"matthews": True} if self.matthews else {}),
             "numerators": [_plain(value) for value in self.numerators],
             "denominators": [_plain(value) for value in self.denominators],
         }
@@ -68,6 +72,7 @@ class ItemMetric:
                 unit=values["unit"],
                 higher_is_better=values["higher_is_better"],
                 exponential=values["exponential"],
+                matthews=values.get("matthews", False),
                 numerators=tuple(float(value) for value in values["numerators"]),
                 denominators=tuple(float(value) for value in values["denominators"]),
             )
@@ -96,12 +101,17 @@ def item_statistic(seeds: Sequence[ItemMetric]) -> Statistic:
 
     Raises: KeelError when there are none or they differ in more than their numbers.
     """
-    kinds = {(metric.name, metric.exponential, len(metric.numerators)) for metric in seeds}
+    kinds = {(metric.name, metric.exponential, metric.matthews, len(metric.numerators)) for metric in seeds}
     if len(kinds) != 1:
         raise KeelError(f"metrics of several seeds must be one metric over the same items, got {sorted(kinds)}")
     numerators_SN = np.array([metric.numerators for metric in seeds], dtype=np.float64)
     denominators_SN = np.array([metric.denominators for metric in seeds], dtype=np.float64)
     exponential = seeds[0].exponential
+    if seeds[0].matthews:
+        return Statistic(
+            (len(seeds), numerators_SN.shape[1]),
+            lambda counts_KN: _matthews(numerators_SN, denominators_SN, counts_KN),
+        )
 
     def measure(counts_KN: Array) -> Array:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -111,6 +121,19 @@ def item_statistic(seeds: Sequence[ItemMetric]) -> Statistic:
             return np.exp(ratios_KS) if exponential else ratios_KS
 
     return Statistic((len(seeds), numerators_SN.shape[1]), measure)
+
+
+def _matthews(guesses_SN: Array, truths_SN: Array, counts_KN: Array) -> Array:
+    """Matthews' correlation of every seed [K, S]; 0 where all guesses, or all truths, are the same, as usual."""
+    both_KS, guessed_KS, true_KS = (
+        counts_KN @ values_SN.T for values_SN in (guesses_SN * truths_SN, guesses_SN, truths_SN)
+    )
+    total_K1 = counts_KN.sum(1, keepdims=True)
+    above_KS = both_KS * total_K1 - guessed_KS * true_KS
+    spread_KS = np.sqrt(guessed_KS * (total_K1 - guessed_KS) * true_KS * (total_K1 - true_KS))
+    # Whole numbers on both sides: a spread that is not 0 is at least 1.
+    found_KS: Array = np.where(spread_KS > 0, above_KS / np.maximum(spread_KS, 1e-300), 0.0)
+    return found_KS
 
 
 def _sums(values_SN: Array, counts_KN: Array) -> Array:

@@ -5,13 +5,17 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from keel.errors import KeelError
+from keel.evaluation.items import ItemMetric, mean
+from keel.evaluation.options import num_layers
+from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
+from keel.trees.fields import FieldReader, row_inputs
 
 MakeTrees = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -43,3 +47,32 @@ def max_logit_change(
         for ids in (ids_BT, changed_BT)
     )
     return {"leak.max_logit_change": float((first - second)[before_BT].abs().max())}
+
+
+@torch.no_grad()
+def text_leak(
+    model: KeelForCausalLM,
+    reader: FieldReader,
+    pairs: Sequence[tuple[str, str]],
+    device: torch.device | str = "cpu",
+) -> list[ItemMetric]:
+    """Change the end of texts, and see what the logits before it do.
+
+    Args:
+        pairs: two texts that begin alike; a pair that does not, or is equal, counts as a change of 0.
+    Returns: ``leak.max_logit_change`` over all pairs and ``leak.mean_logit_change``, the mean of each pair's largest, in logits.
+    """
+    changes = []
+    with evaluating(model):
+        for pair in pairs:
+            rows = [reader.read(text) for text in pair]
+            logits = [
+                model(torch.tensor([row.ids], device=device), **row_inputs([row], num_layers(model), device=device))
+                .logits[0]
+                .float()
+                for row in rows
+            ]
+            same = next((i for i, (a, b) in enumerate(zip(*(row.ids for row in rows), strict=False)) if a != b), 0)
+            changes.append(float((logits[0][:same] - logits[1][:same]).abs().max()) if same else 0.0)
+    names = {"leak.max_logit_change": [max(changes)], "leak.mean_logit_change": changes}
+    return [mean(name, values, unit="logits", higher_is_better=False) for name, values in names.items()]

@@ -15,6 +15,7 @@ Shapes: N tokens of all windows, B bins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import torch
 from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
+from keel.evaluation.last_word import Passage
 from keel.evaluation.robustness import EmbeddedModel
 from keel.evaluation.scoring import HEAD_TOKENS, evaluating
 from keel.evaluation.statistics import Array
@@ -29,6 +31,7 @@ from keel.evaluation.support import barriers
 from keel.streams import MarginPrior
 
 BINS = 15
+COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))  # of a risk-coverage curve that is drawn
 
 
 def calibration_terms(confidence_N: Array, correct_N: Array, bins: int = BINS) -> Array:
@@ -69,6 +72,27 @@ def risk_coverage(score_N: Array, wrong_N: Array) -> Array:
     return curve_N
 
 
+class Predictions(NamedTuple):
+    """Predictions of one item: how sure the model was of each, by several scores, and which were wrong.
+
+    Attributes:
+        confidence_T: the probability of what was predicted, in [0, 1].
+        wrong_T: 1 or 0.
+        scores: by name, larger is surer [T].
+    """
+
+    confidence_T: Array
+    wrong_T: Array
+    scores: dict[str, Array]
+
+
+class Selective(NamedTuple):
+    """Metrics by item, and by score the error rate at each coverage of ``COVERAGES``."""
+
+    metrics: list[ItemMetric]
+    curves: dict[str, list[float]]
+
+
 def selective(
     model: EmbeddedModel,
     prior: MarginPrior | None,
@@ -76,7 +100,7 @@ def selective(
     *,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
-) -> list[ItemMetric]:
+) -> Selective:
     """Measure next-token predictions over windows, each of which is one item.
 
     Args:
@@ -87,40 +111,88 @@ def selective(
     """
     if not windows:
         raise KeelError("selective: no windows to score; give more text or shorter windows")
-    confidence, wrong = [], []
-    scores: dict[str, list[Array]] = {"max_probability": [], "entropy": []}
+    items = []
     with evaluating(model):
         for index, window in enumerate(windows):
             ids_1T = window.ids[:-1].unsqueeze(0).to(device)
-            surest_T, entropy_T, hit_T = _predictions(model, ids_1T, window.ids[1:].to(device))
-            confidence.append(surest_T)
-            wrong.append(1 - hit_T)
-            scores["max_probability"].append(surest_T)
-            scores["entropy"].append(-entropy_T)
+            predicted = _predict(model, ids_1T, window.ids[1:].to(device))
             if prior is not None:
                 barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T))
-                scores.setdefault("barrier", []).append(-barrier_1T[0].double().cpu().numpy())
+                predicted.scores["barrier"] = -barrier_1T[0].double().cpu().numpy()
+            items.append(predicted)
             if progress is not None:
                 progress(index + 1)
-    wrong_N, ends = np.concatenate(wrong), np.cumsum([len(part) for part in wrong])[:-1]
-    metrics = [_metric("ece", calibration_terms(np.concatenate(confidence), 1 - wrong_N), ends)]
-    for name, parts in scores.items():
-        metrics.append(_metric(f"aurc@{name}", risk_terms(np.concatenate(parts), wrong_N), ends))
-    return metrics
+    return summary(items)
 
 
-def _predictions(model: EmbeddedModel, ids_1T: torch.Tensor, targets_T: torch.Tensor) -> tuple[Array, Array, Array]:
-    """Return the likeliest token's probability, the entropy in nats, and whether it was right, for each token of a window."""
-    hidden_TD = model.final_hidden(input_ids=ids_1T).last_hidden_state[0]
+def selective_words(
+    model: EmbeddedModel,
+    prior: MarginPrior | None,
+    passages: Sequence[Passage],
+    family: str,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Selective:
+    """Measure the prediction of the last word of passages, each of which is one item with one prediction.
+
+    A word is right where each of its tokens is the likeliest after the true ones before it. Its probability is the product of theirs,
+    its entropy their sum, and its barrier that of the last token before it.
+
+    Args:
+        family: what the metrics' names begin with; the rest is as for ``selective``.
+    Raises: KeelError for no passages.
+    """
+    if not passages:
+        raise KeelError(f"{family}: no passages to score; give some")
+    items = []
+    with evaluating(model):
+        for index, passage in enumerate(passages):
+            ids_1T = torch.tensor([passage.ids[:-1]], device=device)
+            first = len(passage.ids) - passage.num_targets
+            tokens = _predict(model, ids_1T, torch.tensor(passage.ids[1:], device=device), first - 1)
+            scores = {
+                "max_probability": np.array([tokens.confidence_T.prod()]),
+                "entropy": np.array([tokens.scores["entropy"].sum()]),
+            }
+            if prior is not None:
+                barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T[:, :first]))
+                scores["barrier"] = -barrier_1T[0, -1:].double().cpu().numpy()
+            wrong_T = np.array([tokens.wrong_T.max()])
+            items.append(Predictions(scores["max_probability"], wrong_T, scores))
+            if progress is not None:
+                progress(index + 1)
+    return summary(items, f"{family}.")
+
+
+def summary(items: Sequence[Predictions], prefix: str = "") -> Selective:
+    """Return the metrics of predictions, and the risk-coverage curve of each score."""
+    wrong_N = np.concatenate([item.wrong_T for item in items])
+    confidence_N = np.concatenate([item.confidence_T for item in items])
+    ends = np.cumsum([len(item.wrong_T) for item in items])[:-1]
+    metrics = [_metric(f"{prefix}ece", calibration_terms(confidence_N, 1 - wrong_N), ends)]
+    curves = {}
+    for name in items[0].scores:
+        score_N = np.concatenate([item.scores[name] for item in items])
+        metrics.append(_metric(f"{prefix}aurc@{name}", risk_terms(score_N, wrong_N), ends))
+        curve_N = risk_coverage(score_N, wrong_N)
+        places = [max(0, round(coverage * len(curve_N)) - 1) for coverage in COVERAGES]
+        curves[name] = [float(curve_N[place]) for place in places]
+    return Selective(metrics, curves)
+
+
+def _predict(model: EmbeddedModel, ids_1T: torch.Tensor, targets_T: torch.Tensor, first: int = 0) -> Predictions:
+    """Predict the tokens behind a text from position ``first`` on, with the likeliest; the scores are its probability and -entropy."""
+    hidden_TD = model.final_hidden(input_ids=ids_1T).last_hidden_state[0, first:]
     surest, entropies, hits = [], [], []
-    for hidden, targets in zip(hidden_TD.split(HEAD_TOKENS), targets_T.split(HEAD_TOKENS), strict=True):
+    for hidden, targets in zip(hidden_TD.split(HEAD_TOKENS), targets_T[first:].split(HEAD_TOKENS), strict=True):
         probabilities = torch.softmax(model.logits_from_hidden(hidden[None])[0].double(), -1)
         best = probabilities.max(-1)
         surest.append(best.values)
         entropies.append(torch.special.entr(probabilities).sum(-1))
         hits.append((best.indices == targets).double())
-    found = [torch.cat(parts).cpu().numpy() for parts in (surest, entropies, hits)]
-    return found[0], found[1], found[2]
+    surest_T, entropy_T, hit_T = (torch.cat(parts).cpu().numpy() for parts in (surest, entropies, hits))
+    return Predictions(surest_T, 1 - hit_T, {"max_probability": surest_T, "entropy": -entropy_T})
 
 
 def _metric(name: str, terms_N: Array, ends: Array) -> ItemMetric:

@@ -2,6 +2,7 @@
 
 from keel.experiment.collect import collect
 from keel.experiment.runner import run_experiment
+from keel.experiment.simulation import run_simulation
 from keel.experiment.unit import Unit
 
-__all__ = ["Unit", "collect", "run_experiment"]
+__all__ = ["Unit", "collect", "run_experiment", "run_simulation"]

@@ -21,6 +21,7 @@ from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, 
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
 from keel.experiment.measure import Evaluation, read_evaluation
 from keel.experiment.pictures import pictures
+from keel.experiment.robustness_pictures import robustness_pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
@@ -65,7 +66,7 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         arms=arms,
         comparisons=statistics.comparisons(),
         reference=None if reference is None else Reference(**reference.model_dump()),
-        figures=pictures(recipe, list(finished), out),
+        figures=[*pictures(recipe, list(finished), out), *robustness_pictures(recipe, finished, out)],
     )
 
 
@@ -158,7 +159,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
         weights_of=lender,
         params_total=trained[0].params_total,
         params_trainable=trained[0].params_trainable,
-        train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) if own else None,
+        train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) or None if own else None,
         peak_memory_bytes=max((report.peak_memory_bytes for report in own), default=None),
         metrics=statistics.metrics(arm, recipe.seeds),
         curves=_curves(recipe, arm, reports) if own else {},
@@ -193,13 +194,18 @@ def _exp(nats: float | None) -> float | None:
 def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int | None) -> Provenance:
     return Provenance(
         git=", ".join(plan.commits) or None,
-        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        versions=package_versions(),
         device=_device(recipe, out),
         seeds=recipe.seeds,
         documents=documents,
         started=datetime.datetime.fromisoformat(plan.started),
         wall_s=plan.wall_s,
     )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that a results file names."""
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 def _device(recipe: Recipe, out: Path) -> str:

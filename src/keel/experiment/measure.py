@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -20,11 +21,15 @@ from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import last_word, read_passages
 from keel.evaluation.masked import masked_scores
+from keel.evaluation.posterior import posterior_scores
 from keel.evaluation.robustness import Perturbation, robustness
-from keel.evaluation.selective import selective
+from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
+from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
+from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
-from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
+from keel.experiment.encoder_views import measure_inter_model
+from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
     measure_gates,
     measure_geometry_of,
@@ -215,12 +220,50 @@ def _prior(subject: Subject) -> MarginPrior | None:
 def _selective(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.selective
     assert wanted is not None
-    return selective(
+    found = selective(
         subject.model,
         _prior(subject),
         _windows(subject, wanted),
         device=subject.device,
         progress=lambda done: subject.tell("sure and wrong predictions", done, wanted.windows),
+    )
+    return _with_curves(subject, "next tokens", found)
+
+
+def _selective_words(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.selective_words
+    assert wanted is not None
+    documents = read_documents(build_config(CorpusConfig, wanted.passages, "evaluation.selective_words.passages"))
+    found = selective_words(
+        subject.model,
+        _prior(subject),
+        read_passages(documents, subject.data.tokenizer)[: wanted.count],
+        wanted.name,
+        device=subject.device,
+        progress=lambda done: subject.tell("sure and wrong last words", done, wanted.count),
+    )
+    return _with_curves(subject, "last words", found)
+
+
+def _with_curves(subject: Subject, what: str, found: Selective) -> list[ItemMetric]:
+    """Keep the risk-coverage curves for a picture, beside those of other predictions; return the metrics."""
+    path = subject.folder / RISK_FILE
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write_atomically(path, json.dumps({**kept, what: found.curves}).encode())
+    return found.metrics
+
+
+def _posterior(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.posterior
+    assert wanted is not None
+    return posterior_scores(
+        subject.model,
+        _prior(subject),
+        _windows(subject, wanted),
+        samples=wanted.samples,
+        noise=wanted.noise,
+        device=subject.device,
+        progress=lambda done: subject.tell("averages over embeddings", done, wanted.windows),
     )
 
 
@@ -287,10 +330,21 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "robustness": _robustness,
     "support": _support,
     "selective": _selective,
+    "selective_words": _selective_words,
+    "posterior": _posterior,
     "signals": measure_signals,
     "dta": measure_dta,
     "faults": measure_faults,
     "masked": _masked,
     "position_probe": measure_position_probe,
     "heads": measure_heads,
+    "inter_model": measure_inter_model,
+    "linguistic": measure_linguistic,
+    "glue": measure_glue,
+    "squad": measure_squad,
+    "blimp": measure_blimp,
+    **{name: functools.partial(measure_benchmark, name=name) for name in ("cola", "hellaswag", "winogrande", "mmlu")},
+    "cloze": measure_cloze,
+    "leak": measure_leak,
+    "syntax": measure_syntax,
 }

@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from keel.drawing import Canvas, Drawing, render
 from keel.evaluation.results import Picture
+from keel.evaluation.selective import COVERAGES
+from keel.experiment.encoder_pictures import encoder_pictures
 from keel.experiment.time_lines import draw_time_lines
-from keel.probes.output import share_figure
+from keel.probes.output import Line, line_figure, share_figure
 from keel.training import Recipe
 
 ATTENTION_FILE = "attention.json"
 SUPPORT_FILE = "support.json"
+RISK_FILE = "risk.json"
 SIGNALS_FILE = "signals.json"
 GATES_PREFIX = "gates"
 _PREFIX = "attention"
@@ -38,7 +41,9 @@ def pictures(recipe: Recipe, arms: Sequence[str], out: Path) -> list[Picture]:
         *_heat_maps(recipe, folders, out, seed),
         *_gates(recipe, folders, out, seed),
         *_support(recipe, folders, out, seed),
+        *_risk(recipe, folders, out, seed),
         *_signals(recipe, folders, out, seed),
+        *encoder_pictures(recipe, folders, out, seed),
     ]
 
 
@@ -114,6 +119,30 @@ def _support(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) 
     drawing = share_figure({**learned, "Fresh prior": fresh}, caption)
     drawing.write(out / "figures", "support")
     return [Picture(file="figures/support.curves.png", title=drawing.title, caption=drawing.caption)]
+
+
+def _risk(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
+    """Draw risk over coverage, by score, of the first arm with a margin prior: does its barrier know more than the others?"""
+    read = {
+        arm: json.loads((folder / RISK_FILE).read_text(encoding="utf-8"))
+        for arm, folder in folders.items()
+        if (folder / RISK_FILE).is_file()
+    }
+    arm = next((arm for arm, sets in read.items() if any("barrier" in curves for curves in sets.values())), None)
+    found = []
+    for what, curves in ({} if arm is None else read[arm]).items():
+        x = [100 * coverage for coverage in COVERAGES]
+        lines = [Line(label=score.replace("_", " "), x=x, y=curve) for score, curve in curves.items()]
+        drawing = line_figure(
+            lines, name=f"risk-{what.replace(' ', '-')}", title=f"Errors among the surest {what}: {recipe.label_of(str(arm))}",
+            caption=f"The error rate of the predictions that a score calls surest, by their share; lower is better. Seed {seed}.",
+            x_label="share of predictions that are given (%)", y_label="error rate", ticks=[5, 20, 40, 60, 80, 100],
+        )  # fmt: skip
+        drawing.write(out / "figures", "selective")
+        found.append(
+            Picture(file=f"figures/selective.{drawing.name}.png", title=drawing.title, caption=drawing.caption)
+        )
+    return found
 
 
 def _signals(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:

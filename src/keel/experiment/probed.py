@@ -11,6 +11,7 @@ from torch import Tensor
 from keel.data import TaskData, TokenCorpus, evaluation_segments
 from keel.data.languages.dyck import depths
 from keel.evaluation.items import ItemMetric, mean
+from keel.experiment.encoder_views import keep_heads, keep_positions
 from keel.experiment.pictures import GATES_PREFIX
 from keel.experiment.subject import Subject
 from keel.probes.attention_span import attention_spans
@@ -131,6 +132,7 @@ def measure_position_probe(subject: Subject) -> list[ItemMetric]:
     if table is not None:
         shares = table_metrics(table.weight).items()
         metrics += [mean(name, [value], unit="share", higher_is_better=None) for name, value in shares]
+    keep_positions(subject)
     return metrics
 
 
@@ -144,6 +146,7 @@ def measure_heads(subject: Subject) -> list[ItemMetric]:
     tokenizer, rows_NT = subject.data.tokenizer, _rows(subject, wanted.length, wanted.documents)
     first, last = (rows_NT.new_full((len(rows_NT), 1), end) for end in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     found = head_influence(subject.model, torch.cat((first, rows_NT, last), dim=1))
+    keep_heads(subject, found)
     metrics = [mean(name, [count], unit="heads", higher_is_better=None) for name, count in found.counts().items()]
     for index, name in enumerate(found.components):
         metrics += [

@@ -34,6 +34,7 @@ from keel.evaluation.results import Results, write_results
 from keel.experiment.collect import collect, git_commit
 from keel.experiment.display import Display
 from keel.experiment.measure import is_measured
+from keel.experiment.trees import prepare_trees
 from keel.experiment.unit import Plan, Unit, read_plan, run_unit
 from keel.files import write_atomically
 from keel.training import Recipe, load_recipe
@@ -107,11 +108,15 @@ def _units(recipe: Recipe, only: Sequence[str] | None) -> list[Unit]:
     for arm in chosen:
         if arm not in recipe.arms:
             raise KeelError(f"no arm {arm!r}; {suggest(arm, recipe.arms)}")
-    chosen += [lender for arm in chosen if (lender := recipe.arms[arm].weights_of) is not None]
-    ordered = sorted(
-        (arm for arm in recipe.arms if arm in chosen), key=lambda arm: recipe.arms[arm].weights_of is not None
-    )
+    for arm in chosen:  # an arm that is needed may need one itself: it is looked at in its turn
+        chosen += [other for other in recipe.needed_by(arm) if other not in chosen]
+    ordered = sorted((arm for arm in recipe.arms if arm in chosen), key=functools.partial(_depth, recipe))
     return [Unit(arm, seed) for seed in recipe.seeds for arm in ordered]
+
+
+def _depth(recipe: Recipe, arm: str) -> int:
+    """How many arms must be finished before this one."""
+    return max((1 + _depth(recipe, other) for other in recipe.needed_by(arm)), default=0)
 
 
 def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
@@ -170,6 +175,7 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
     if commit is not None and commit not in plan.commits:
         plan = dataclasses.replace(plan, commits=[*plan.commits, commit])
     if _rank() == 0:
+        prepare_trees(recipe, out)
         plan.write(out)
         write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
     return plan
@@ -178,7 +184,7 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
 def _check_sizes(recipe: Recipe, tokens: TokenCorpus) -> None:
     """Refuse windows and stretches that the text is too short for before anything is trained.  Raises: KeelError."""
     for arm in recipe.trained_arms():
-        for phase in recipe.phases_of(arm):
+        for phase in (phase for phase in recipe.phases_of(arm) if phase.learns == "text"):
             SlidingWindows(tokens.train, phase.window, phase.window_stride)
             SlidingWindows(tokens.valid, phase.window, phase.window)
     wanted = recipe.evaluation
@@ -189,7 +195,7 @@ def _check_sizes(recipe: Recipe, tokens: TokenCorpus) -> None:
         evaluation_segments(getattr(tokens, wanted.blocks.split), wanted.blocks.length, wanted.blocks.count)
     if wanted.masked is not None:
         evaluation_segments(getattr(tokens, wanted.masked.split), wanted.masked.length, wanted.masked.count)
-    for probe in (wanted.position_probe, wanted.heads):
+    for probe in (wanted.position_probe, wanted.heads, wanted.inter_model):
         if probe is not None:
             evaluation_segments(tokens.test, probe.length - 1, probe.documents)
     if wanted.geometry is not None:
@@ -262,10 +268,8 @@ class _Pool:
 
     def _next(self) -> Unit | None:
         for unit in self.waiting:
-            lender = self.recipe.arms[unit.arm].weights_of
-            if lender is None or (
-                Unit(lender, unit.seed) not in self.waiting and Unit(lender, unit.seed) not in self.running
-            ):
+            needed = [Unit(arm, unit.seed) for arm in self.recipe.needed_by(unit.arm)]
+            if not any(other in self.waiting or other in self.running for other in needed):
                 self.waiting.remove(unit)
                 return unit
         return None

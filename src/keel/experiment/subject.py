@@ -17,7 +17,7 @@ from keel.training.trainer import Progress
 class Subject:
     """What is measured: a trained model of an arm, on a device, with the data it learnt from.
 
-    ``folder`` is the unit's: what a picture is drawn from later is kept there.
+    ``folder`` is the unit's: what a picture is drawn from later is kept there. ``seed`` is the unit's too.
     """
 
     recipe: Recipe
@@ -27,6 +27,7 @@ class Subject:
     device: str
     progress: Progress
     folder: Path
+    seed: int = 0
 
     def tell(self, what: str, done: int, of: int) -> None:
         """Say how far the measurement is."""

@@ -22,6 +22,7 @@ from keel.errors import KeelError
 from keel.evaluation.robustness import rescale_embeddings
 from keel.experiment.measure import is_measured, measure, read_evaluation
 from keel.experiment.subject import Subject
+from keel.experiment.trees import question_data
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
 from keel.training import Recipe, load_recipe, read_training_report, train
@@ -101,7 +102,8 @@ def run_unit(
     folder = unit.folder(out)
     arm = recipe.arms[unit.arm]
     if arm.weights_of is None and read_training_report(folder) is None:
-        model = build_model(recipe, unit.arm, unit.seed, data.tokenizer, plan.widths[unit.arm])
+        lent = None if arm.host_of is None else Unit(arm.host_of, unit.seed).folder(out) / "model"
+        model = build_model(recipe, unit.arm, unit.seed, data.tokenizer, plan.widths[unit.arm], lent)
         train(
             model,
             data,
@@ -113,6 +115,7 @@ def run_unit(
             resume=True,
             progress=progress,
             keep={other.weights_after or "" for other in recipe.arms.values() if other.weights_of == unit.arm},
+            questions=question_data(recipe, unit.arm, model, data.tokenizer, out),
         )
         del model
     if not is_measured(recipe, folder) and _is_first_process():
@@ -144,6 +147,7 @@ def evaluate_unit(
         device=place,
         progress=progress,
         folder=unit.folder(out),
+        seed=unit.seed,
     )
     content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
     write_json(unit.folder(out) / "evaluation.json", content)

@@ -1,4 +1,4 @@
-"""Looks inside a model: geometry of what a stream writes, attention spans, gates against depth; positions and heads of an encoder.
+"""Looks inside a model: what a stream writes, attention spans, gates against depth, syntax by layer; positions and heads of an encoder.
 
 A probe measures, says its numbers as plain JSON values and draws them; it trains nothing and leaves the model as it was.
 """
@@ -10,6 +10,7 @@ from keel.probes.gates import GateDepth, gate_depth, run_gates
 from keel.probes.geometry import Geometry, measure_geometry, run_geometry
 from keel.probes.heads import HeadInfluence, head_influence
 from keel.probes.positions import PositionProbe, boundary_ids, probe_positions, table_metrics
+from keel.probes.syntax import SyntaxProbe, probe_syntax
 
 __all__ = [
     "AttentionSpans",
@@ -17,12 +18,14 @@ __all__ = [
     "Geometry",
     "HeadInfluence",
     "PositionProbe",
+    "SyntaxProbe",
     "attention_spans",
     "boundary_ids",
     "gate_depth",
     "head_influence",
     "measure_geometry",
     "probe_positions",
+    "probe_syntax",
     "run_gates",
     "run_geometry",
     "run_span",

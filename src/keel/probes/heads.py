@@ -88,7 +88,7 @@ def head_influence(model: Any, ids_NT: Tensor) -> HeadInfluence:
     with quiet(encoder), torch.inference_mode():
         for start in range(0, len(ids_NT), batch):
             ids_BT = ids_NT[start : start + batch].to(encoder.device)
-            for layer, parts in enumerate(_parts_by_layer(encoder, ids_BT)):
+            for layer, parts in enumerate(parts_by_layer(encoder, ids_BT)):
                 total[layer] += influence([parts[name] for name in names]).sum(dim=0).double().cpu().numpy()
     return HeadInfluence(components=names, divergence=total / len(ids_NT), documents=len(ids_NT))
 
@@ -129,7 +129,7 @@ def reference_influence(parts: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def _parts_by_layer(encoder: DstgModel, ids_BT: Tensor) -> Any:
+def parts_by_layer(encoder: DstgModel, ids_BT: Tensor) -> Any:
     """Yield each layer's logits by component, made from what the layer reads."""
     places = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
     around = encoder.surroundings(ids_BT, None, places)

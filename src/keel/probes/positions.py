@@ -194,7 +194,7 @@ def probe_positions(
     if len(documents_NT) < 10:
         raise KeelError(f"{len(documents_NT)} documents are too few to fit, tune and test a probe; give at least 10")
     encoder: DstgModel = getattr(model, "encoder", model)
-    parts_SN = [_divide(len(documents_NT), seed) for seed in range(seeds)]
+    parts_SN = [divide_documents(len(documents_NT), seed) for seed in range(seeds)]
     config = encoder.config
     moments = [
         [[Moments(config.hidden_size, len(TARGETS)) for _ in range(3)] for _ in range(seeds)]
@@ -203,7 +203,7 @@ def probe_positions(
     for start in range(0, len(documents_NT), _BATCH):
         batch = documents_NT[start : start + _BATCH]
         targets = [position_targets(ids_T.cpu(), boundaries) for ids_T in batch]
-        for layer, states_BTD in enumerate(_states(encoder, batch, ends)):
+        for layer, states_BTD in enumerate(block_states(encoder, batch, ends)):
             for row, states_TD in enumerate(states_BTD.double().cpu().numpy()):
                 sums = products(states_TD, targets[row])
                 for seed in range(seeds):
@@ -220,7 +220,7 @@ def probe_positions(
     return PositionProbe(r2=r2, documents=(int(counts[0]), int(counts[1]), int(counts[2])))
 
 
-def _divide(count: int, seed: int) -> NDArray[np.int64]:
+def divide_documents(count: int, seed: int) -> NDArray[np.int64]:
     """Return for each document whether it is fitted (0), tuned on (1) or tested on (2)."""
     test, tune = max(1, round(0.2 * count)), max(1, round(0.16 * count))
     parts = np.zeros(count, dtype=np.int64)
@@ -229,7 +229,7 @@ def _divide(count: int, seed: int) -> NDArray[np.int64]:
     return parts
 
 
-def _states(encoder: DstgModel, ids_BT: Tensor, ends: tuple[int, int] | None) -> Sequence[Tensor]:
+def block_states(encoder: DstgModel, ids_BT: Tensor, ends: tuple[int, int] | None) -> Sequence[Tensor]:
     """Return the state after every block, without the ends of the documents."""
     ids = ids_BT.to(encoder.device)
     if ends is not None:

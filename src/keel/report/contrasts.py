@@ -58,7 +58,9 @@ def contrast(results: Results, metric: str, arm: str, baseline: str) -> Contrast
     ahead: bool | None = None
     if ours is not None and ours.higher_is_better is not None and not math.isnan(difference) and difference != 0:
         ahead = (difference > 0) == ours.higher_is_better
-    decided = ahead is not None and (_excludes_zero(ci95) if paired else _apart(ours, theirs))
+    decided = (
+        difference != 0 and not math.isnan(difference) and (_excludes_zero(ci95) if paired else _apart(ours, theirs))
+    )
     return Contrast(
         metric=metric,
         arm=arm,

@@ -29,10 +29,12 @@ from keel.report.metrics import (
     quantity_phrase,
     split_metric,
 )
+from keel.report.reproduction import reproduction
 from keel.report.text import capitalised, joined, number
 
 FEW_DOCUMENTS = 20
 """Below so many documents a percentile bootstrap is visibly too narrow, and the report says so."""
+_DESCRIPTION = "A description: more is neither better nor worse in anything that was measured."
 _MOST_OUTCOMES = 6
 """So many measurements are put into words; the tables hold all."""
 Status = Literal["helped", "undecided", "did not help", "mixed", "no stream"]
@@ -64,6 +66,8 @@ def verdict(results: Results) -> Verdict:
     the primary metrics the stream helped, or gives the outcome of the only one that can be compared.
     """
     metrics = primary_metrics(results)
+    if not metrics and any(arm.metrics for arm in results.arms.values()):
+        return Verdict(status="no stream", headline=_DESCRIPTION, sentences=_reproduced(results))
     outcomes = [_outcome(results, metric) for metric in metrics if ranking(results, metric)]
     if not outcomes:
         return Verdict(status="undecided", headline="Undecided: no arm has a finite result.", sentences=[])
@@ -82,6 +86,13 @@ def verdict(results: Results) -> Verdict:
         headline=_summary(compared) if summary else lead.sentence,
         sentences=sentences + _cautions(results, several=len(compared) > 1),
     )
+
+
+def _reproduced(results: Results) -> list[str]:
+    marks = {True: "as the paper has it", False: "not as the paper has it", None: "undecided"}
+    return [
+        f"{capitalised(f.claim)} in the paper; here {f.here}: {marks[f.reproduced]}." for f in reproduction(results)
+    ]
 
 
 def _outcome(results: Results, metric: str) -> Outcome:
@@ -117,8 +128,10 @@ def _common_status(compared: list[Outcome]) -> Status:
 
 def _outcome_sentences(results: Results, outcomes: list[Outcome], headline: Outcome | None) -> list[str]:
     """Put each metric into words, with the paper's values behind it; the headline has already said its own."""
+    # Where not all can be told, an undecided one is the first that nobody misses.
+    told = sorted(outcomes, key=lambda outcome: outcome.status == "undecided")[:_MOST_OUTCOMES]
     sentences = []
-    for outcome in outcomes[:_MOST_OUTCOMES]:
+    for outcome in (outcome for outcome in outcomes if outcome in told):
         words = [] if outcome is headline else [outcome.sentence]
         if not is_extrapolation(outcome.metric):
             words += _paper_sentences(results, outcome.metric)

@@ -1,7 +1,8 @@
 """How the names of metrics are taken apart: `family.metric@condition`, and the groups that differ in condition alone.
 
 A condition may end in a number, whose prefix says what it counts: `L80` is length 80, `d6` depth 6, `layer3` layer 3, and a
-plain `1024` is 1,024 tokens, or, of noise and drift, their standard deviation. Any other condition is a word, such as `unseen`.
+plain `1024` is 1,024 tokens, or, of noise, drift and excluded sequences, a standard deviation. Any other condition is a word,
+such as `unseen`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ EXTRAPOLATION = ("ppl", "bpb", "growth")
 _NUMBERED = re.compile(r"^(?P<kind>[A-Za-z_]*?)(?P<value>\d+(?:\.\d+)?)$")
 _KINDS = {"": "tokens", "L": "length", "d": "depth", "w": "width"}
 _SIGMA = "σ"  # what a plain number counts in these families
-_SIGMA_FAMILIES = ("noise", "drift")
+_SIGMA_FAMILIES = ("noise", "drift", "excluded")
 _QUANTITIES = {
     "growth": "growth of perplexity",
     "noise.ratio": "perplexity under noise / clean",
@@ -50,6 +51,12 @@ _QUANTITIES = {
     "generation.nll": "next-token loss of long held-out text",
     "generation.repetition": "repeated 4-grams of what was generated",
     "generation.drift": "drift of what was generated from its prompt",
+    "excluded.share": "share of sequences excluded",
+    "margin.smallest": "least margin of a sequence",
+    "variance.mean": "attention-weighted variance",
+    "log_det.mean": "log-determinant of valid sequences",
+    "log_density.mean": "log-density of valid sequences",
+    "peak_density": "peak of the conditional density",
 }
 _WORDS = {
     "aurc": "AURC",

@@ -2,7 +2,18 @@
 
 from keel.training.losses import smoothing_sum
 from keel.training.phases import TrainingReport, read_training_report, train
-from keel.training.recipe import Arm, Phase, Recipe, find_recipe, list_recipes, load_recipe, parse_recipe, recipe_scales
+from keel.training.recipe import (
+    Arm,
+    Phase,
+    Recipe,
+    Simulation,
+    find_recipe,
+    list_recipes,
+    load_any,
+    load_recipe,
+    parse_recipe,
+    recipe_scales,
+)
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer
 
 __all__ = [
@@ -12,9 +23,11 @@ __all__ = [
     "PhaseSettings",
     "PhaseTrainer",
     "Recipe",
+    "Simulation",
     "TrainingReport",
     "find_recipe",
     "list_recipes",
+    "load_any",
     "load_recipe",
     "parse_recipe",
     "read_training_report",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -29,6 +30,7 @@ from keel.errors import KeelError, build_config
 from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
+from keel.training.adapters import add_adapters
 from keel.training.sections import Recipe
 
 
@@ -61,17 +63,25 @@ def load_tokens(recipe: Recipe) -> TokenCorpus:
 
 
 def build_model(
-    recipe: Recipe, arm: str, seed: int, tokenizer: PreTrainedTokenizerBase, width: int | None = None
+    recipe: Recipe,
+    arm: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    width: int | None = None,
+    trained_host: Path | None = None,
 ) -> KeelForCausalLM | DstgForMaskedLM:
     """Return the untrained model of ``arm``; host and streams depend on ``seed`` alone. An encoder is the whole model.
 
     Args:
         width: the host's feed-forward size, from ``matched_widths``; None leaves the recipe's.
+        trained_host: model folder of the arm that ``host_of`` names.
     Raises: KeelError for a checkpoint that cannot be loaded or does not fit the tokenizer.
     """
     torch.manual_seed(seed)
     config = recipe.host_config(arm)
-    if config is None:
+    if trained_host is not None:
+        host = KeelForCausalLM.from_pretrained(trained_host).detach()
+    elif config is None:
         host = _host_from_checkpoint(str(recipe.host["checkpoint"]), len(tokenizer))
     else:
         _set_vocabulary(config, tokenizer)
@@ -84,16 +94,21 @@ def build_model(
         name: stream_from_config(fields, f"arms.{arm}.streams.{name}")
         for name, fields in recipe.streams_of(arm).items()
     }
-    return attach(host, streams, positions=recipe.positions_at(arm, recipe.train_window(arm)))
+    model = attach(host, streams, positions=recipe.positions_at(arm, recipe.train_window(arm)))
+    adapters = recipe.arms[arm].adapters
+    if adapters is not None:
+        add_adapters(model.host, adapters)
+    return model
 
 
 def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Return the feed-forward size of every trained arm's host, such that their totals agree with the largest arm's.
 
-    Agreement is to the nearest whole channel of the feed-forward. None where the recipe does not match parameters.
+    Agreement is to the nearest whole channel of the feed-forward. Where the recipe as a whole does not match parameters, an arm agrees
+    with the one that its ``match_parameters_of`` names, and any other has None.
     """
-    config = recipe.host_config()
-    if config is None or not recipe.match_parameters:
+    matched = {arm: recipe.arms[arm].match_parameters_of for arm in recipe.trained_arms()}
+    if recipe.host_config() is None or not (recipe.match_parameters or any(matched.values())):
         return dict.fromkeys(recipe.trained_arms())
     configs = {arm: recipe.host_config(arm) for arm in recipe.trained_arms()}
     totals, channels = {}, {}
@@ -105,7 +120,15 @@ def matched_widths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[s
         totals[arm] = host + _count_streams(recipe, arm, shape)
         channels[arm] = _count_host(config, _width(config) + 1) - host
     most = max(totals.values())
-    return {arm: _width(config) + round((most - totals[arm]) / channels[arm]) for arm, config in configs.items()}
+
+    def width(arm: str) -> int | None:
+        model = matched[arm]
+        if not recipe.match_parameters and model is None:
+            return None
+        goal = most if model is None else totals[model]
+        return _width(configs[arm]) + round((goal - totals[arm]) / channels[arm])
+
+    return {arm: width(arm) for arm in configs}
 
 
 def _host_from_checkpoint(name: str, vocabulary: int) -> PreTrainedModel:

@@ -20,6 +20,8 @@ from keel.positions import Positions
 from keel.streams import STREAMS
 from keel.training.sections import Phase, Recipe, Task
 from keel.training.signal_losses import LOSSES
+from keel.training.simulation import Simulation
+from keel.training.tree_checks import check_trees
 
 ENCODER = "dstg"
 _ARM_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
@@ -33,6 +35,18 @@ def parse_recipe(given: Mapping[str, Any]) -> Recipe:
         raise KeelError(_one_line(error)) from error
     _check(recipe)
     return recipe
+
+
+def parse_simulation(given: Mapping[str, Any]) -> Simulation:
+    """Check a merged recipe that trains nothing.  Raises: KeelError, naming the first wrong field."""
+    try:
+        simulation = Simulation.model_validate(given)
+    except ValidationError as error:
+        raise KeelError(_one_line(error)) from error
+    for field, values in (("seeds", simulation.seeds), ("scalar_prior.spreads", simulation.scalar_prior.spreads)):
+        if len(set(values)) != len(values):
+            raise KeelError(f"{field}: each once, got {values}")
+    return simulation
 
 
 def _with_inherited_phases(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,31 +90,21 @@ def _check(recipe: Recipe) -> None:
     for name in recipe.arms:
         _check_arm(recipe, name)
     _check_encoder(recipe)
+    check_trees(recipe)
 
 
 def _check_data(recipe: Recipe) -> None:
-    corpora = {"data.corpus": recipe.data.corpus}
-    if recipe.evaluation.last_word is not None:
-        corpora["evaluation.last_word.passages"] = recipe.evaluation.last_word.passages
+    corpora = {"data.corpus": recipe.data.corpus, **recipe.passages()}
     for where, fields in corpora.items():
         if fields is not None:
             _refuse_unknown(CorpusConfig, fields, where)
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
-    needs = {
-        name: "text"
-        for name in (
-            "extrapolation",
-            "last_word",
-            "blocks",
-            "geometry",
-            "span",
-            "signals",
-            "dta",
-            "faults",
-        )
-    }
-    needs |= dict.fromkeys(("masked", "position_probe", "heads"), "masked text")
+    on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
+    needs = dict.fromkeys((*on_text, "selective_words", "posterior", "signals", "dta", "faults"), "text")
+    needs |= dict.fromkeys(
+        ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad"), "masked text"
+    )
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -192,6 +196,22 @@ def _check_encoder(recipe: Recipe) -> None:
                 )
         if config.position in ("dstg", "ap"):
             _check_lengths(recipe, name, config.max_position_embeddings)
+    _check_inter_model(recipe)
+
+
+def _check_inter_model(recipe: Recipe) -> None:
+    """Refuse a target that has no streams of its own, or another number of blocks than the arms that are to tell them."""
+    inter = recipe.evaluation.inter_model
+    if inter is None:
+        return
+    where = "evaluation.inter_model.target"
+    if inter.target not in recipe.arms:
+        raise KeelError(f"{where}: no arm {inter.target!r}; {suggest(inter.target, recipe.arms)}")
+    configs = {name: recipe.host_config(name) for name in recipe.arms}
+    if not getattr(configs[inter.target], "disentangled", False):
+        raise KeelError(f"{where}: arm {inter.target!r} has one stream; name one with position: dstg")
+    if len({config.num_hidden_layers for config in configs.values() if config is not None}) > 1:
+        raise KeelError(f"{where}: the arms have different numbers of blocks; give them the same")
 
 
 def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
@@ -200,8 +220,11 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     wanted = recipe.evaluation
     if wanted.masked is not None:
         read["evaluation.masked.length:"] = wanted.masked.length
-    for name, probe in {"position_probe": wanted.position_probe, "heads": wanted.heads}.items():
-        if probe is not None:
+    for name in ("linguistic", "glue", "squad"):
+        if (section := getattr(wanted, name)) is not None:
+            read[f"evaluation.{name}.length:"] = section.length
+    for name in ("position_probe", "heads", "inter_model"):
+        if (probe := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length, with [CLS] and [SEP]:"] = probe.length + 2
     for where, length in read.items():
         if length > most:
@@ -252,6 +275,8 @@ def _check_arm(recipe: Recipe, name: str) -> None:
             _check_stream(f"{where}.streams.{stream}", fields)
     if arm.positions is not None:
         _check_positions(recipe, name)
+    if arm.match_parameters_of is not None:
+        _check_matched(recipe, name, arm.match_parameters_of)
     if arm.weights_of is not None:
         _check_borrowed(recipe, name)
         return
@@ -262,10 +287,20 @@ def _check_arm(recipe: Recipe, name: str) -> None:
     _check_phases(recipe.phases_of(name), f"{where}.phases")
     for phase in recipe.phases_of(name):
         _check_dynamics(recipe, phase, where)
-        if phase.trainable == "streams" and not arm.streams:
+        if phase.trainable in ("streams", "adapters_and_streams") and not arm.streams:
             raise KeelError(
                 f"{where}: phase {phase.name!r} trains streams only, but this arm has none; give it streams or phases"
             )
+
+
+def _check_matched(recipe: Recipe, name: str, model: str) -> None:
+    where, trained = f"arms.{name}.match_parameters_of", [other for other in recipe.trained_arms() if other != name]
+    if model not in trained:
+        raise KeelError(f"{where}: no other trained arm {model!r}; {suggest(model, trained)}")
+    if recipe.match_parameters or "checkpoint" in recipe.host or name not in recipe.trained_arms():
+        raise KeelError(
+            f"{where}: only for a trained arm with a host from scratch, in a recipe without match_parameters; remove it"
+        )
 
 
 def _check_stream(where: str, fields: Mapping[str, Any]) -> None:

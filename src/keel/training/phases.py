@@ -30,8 +30,10 @@ from keel.encoder import DstgForMaskedLM
 from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
+from keel.training.adapters import merge_adapters, set_trainable
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
 from keel.training.dynamics import disrupted_windows, prepare
+from keel.training.questions import QuestionData, set_ramp
 from keel.training.sections import Phase
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
 
@@ -78,6 +80,7 @@ def train(
     resume: bool = False,
     progress: Progress | None = None,
     keep: Collection[str] = (),
+    questions: QuestionData | None = None,
 ) -> TrainingReport:
     """Train ``model`` through ``phases`` and leave model and report in ``folder``.
 
@@ -90,10 +93,11 @@ def train(
         device: ``cpu``, or None for the fastest there is.
         progress: called on the first process with what just happened.
         keep: phases whose model at their end is kept as well, as ``folder/after_PHASE``.
+        questions: of phases that learn these.
     Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
     the text.
     """
-    first_step, records = 0, []
+    first_step, records, trainer = 0, [], None
     if isinstance(data, TaskData) and data.trains_attention:
         model.set_attn_implementation("eager")  # the only one that gives its weights
     for index, phase in enumerate(phases):
@@ -110,9 +114,12 @@ def train(
         if not resume and settings.folder.exists() and _rank() == 0:
             shutil.rmtree(settings.folder)
         if isinstance(model, KeelForCausalLM):
-            model.trainable(phase.trainable)
+            set_trainable(model, phase.trainable)
             prepare(model, phase)
-        trainer = PhaseTrainer(model, *_samples(data, phase, seed), settings)
+            set_ramp(model, phase, first_step)
+        asked = questions if phase.learns == "questions" else None
+        samples, valid = _samples(data, phase, seed) if asked is None else asked.samples(phase)
+        trainer = PhaseTrainer(model, samples, valid, settings)
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
         if phase.name in keep:
@@ -122,14 +129,16 @@ def train(
                 save_model(trainer.model, data.tokenizer, folder / f"after_{phase.name}")
     if isinstance(model, KeelForCausalLM):
         model.set_step(first_step)
-    report = _report(arm, seed, phases, records, trainer)
+    report = _report(arm, seed, phases, records, model if trainer is None else trainer)
+    model = model if trainer is None else trainer.model
+    merge_adapters(model)
     with one_line_on_full_disk(
         f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
     ):
-        save_model(trainer.model, data.tokenizer, folder / "model")
+        save_model(model, data.tokenizer, folder / "model")
         if _rank() == 0:
             write_json(folder / "training.json", dataclasses.asdict(report))
-            shutil.rmtree(folder / "checkpoints")
+            shutil.rmtree(folder / "checkpoints", ignore_errors=not phases)
     return report
 
 
@@ -202,9 +211,15 @@ def spread_out(windows: Any) -> list[dict[str, Tensor]]:
 
 
 def _report(
-    arm: str, seed: int, phases: Sequence[Phase], records: Sequence[PhaseRecord], trainer: PhaseTrainer
+    arm: str,
+    seed: int,
+    phases: Sequence[Phase],
+    records: Sequence[PhaseRecord],
+    trained: PhaseTrainer | torch.nn.Module,
 ) -> TrainingReport:
-    total, trainable = count_parameters(trainer.model)
+    """What was measured; without phases there is a model alone, of which nothing is trainable."""
+    trainer = trained if isinstance(trained, PhaseTrainer) else None
+    total, trainable = count_parameters(trained.model if isinstance(trained, PhaseTrainer) else trained)
     seconds, before, curve = sum(record.seconds for record in records), 0, []
     for record in records:
         curve += [{"tokens": before + point["tokens"], "nll": point["nll"]} for point in record.curve]
@@ -213,15 +228,15 @@ def _report(
         arm=arm,
         seed=seed,
         params_total=total,
-        params_trainable=trainable,
-        tokens_per_s=sum(record.tokens for record in records) / seconds,
-        peak_memory_bytes=max(record.peak_memory_bytes for record in records),
+        params_trainable=trainable if records else 0,
+        tokens_per_s=before / seconds if records else 0.0,
+        peak_memory_bytes=max((record.peak_memory_bytes for record in records), default=0),
         curve=curve,
         log={phase.name: record.log for phase, record in zip(phases, records, strict=True)},
         seconds=seconds,
         threads=torch.get_num_threads(),
-        processes=trainer.args.world_size,
-        device=str(trainer.args.device),
+        processes=1 if trainer is None else trainer.args.world_size,
+        device="cpu" if trainer is None else str(trainer.args.device),
     )
 
 

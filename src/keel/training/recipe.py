@@ -19,15 +19,18 @@ from typing import Any, TypeGuard
 import yaml
 
 from keel.errors import KeelError, suggest
-from keel.training.checks import parse_recipe
+from keel.training.checks import parse_recipe, parse_simulation
 from keel.training.sections import DEFAULT_SCALE, Arm, Phase, Recipe
+from keel.training.simulation import Simulation, is_simulation
 
 __all__ = [
     "Arm",
     "Phase",
     "Recipe",
+    "Simulation",
     "find_recipe",
     "list_recipes",
+    "load_any",
     "load_recipe",
     "merge",
     "parse_recipe",
@@ -37,7 +40,15 @@ __all__ = [
 
 
 def load_recipe(name_or_path: str | Path, scale: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
+    """Read a recipe that trains something: ``load_any``, which says what the arguments are and what is raised."""
+    loaded = load_any(name_or_path, scale, overrides)
+    if isinstance(loaded, Simulation):
+        raise KeelError(f"{name_or_path}: trains nothing; give a recipe with arms, phases and an evaluation")
+    return loaded
+
+
+def load_any(name_or_path: str | Path, scale: str | None = None, overrides: Sequence[str] = ()) -> Recipe | Simulation:
+    """Read a recipe, of either kind.
 
     Args:
         name_or_path: a file, or the name of a recipe that comes with Keel (``demo``).
@@ -51,7 +62,7 @@ def load_recipe(name_or_path: str | Path, scale: str | None = None, overrides: S
         resolved = _at_scale(given, scale)
         for override in overrides:
             resolved = _with_override(resolved, override)
-        return parse_recipe(resolved)
+        return parse_simulation(resolved) if is_simulation(resolved) else parse_recipe(resolved)
     except KeelError as error:
         raise KeelError(f"{path}: {error}") from error
 

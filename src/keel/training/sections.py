@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 from transformers import AutoConfig, PreTrainedConfig
 
 import keel.encoder  # noqa: F401 - makes "dstg" known to AutoConfig
 from keel.data.corpora import CorpusConfig
-from keel.errors import build_config, suggest
+from keel.errors import build_config
 from keel.positions import Positions
+from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.tree_sections import (
+    Adapters,
+    ArmTrees,
+    Benchmark,
+    Cloze,
+    Leak,
+    Pairs,
+    Syntax,
+    TrainingQuestions,
+    Trees,
+)
 
 DEFAULT_SCALE = "small"
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LinguisticProbe = Literal[
+    "pos", "dependency_depth", "subject_number", "sentence_order", "top_constituents", "tree_depth"
+]
 
-
-class Section(BaseModel):
-    """One mapping of a recipe; a field that it does not know is an error that names the nearest one that it does."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for name in given:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError(
-                        "unknown_field", "{field}", {"field": str(name), "hint": suggest(str(name), cls.model_fields)}
-                    )
-        return given
+GlueName = Literal["sst2", "mrpc", "rte", "stsb"]
 
 
 class Tokenizer(Section):
@@ -77,13 +72,14 @@ class Data(Section):
     """What the arms learn: text, with its ``tokenizer``, or a ``task``.
 
     ``corpus`` has the fields of ``keel.data.corpora.CorpusConfig``. With ``masking`` the text is not continued but filled in; the
-    windows of the phases then count [CLS] and [SEP].
+    windows of the phases then count [CLS] and [SEP]. ``questions`` are for phases that name them, beside the text.
     """
 
     corpus: dict[str, Any] | None = None
     tokenizer: Tokenizer | None = None
     task: Task | None = None
     masking: Masking | None = None
+    questions: TrainingQuestions | None = None
 
     @model_validator(mode="after")
     def _text_or_task(self) -> Data:
@@ -110,7 +106,10 @@ class Arm(Section):
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
     ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
-    recipe's; one that is named like one of those has its fields where it says nothing else.
+    recipe's; one that is named like one of those has its fields where it says nothing else; none at all is a host as it is.
+    ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
+    whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
+    are put into it, and into its weights when it is trained. ``trees`` are what its tree stream reads.
     """
 
     label: str | None = None
@@ -120,7 +119,11 @@ class Arm(Section):
     weights_of: str | None = None
     weights_after: str | None = None
     embedding_scale: Positive | None = None
+    host_of: str | None = None
+    adapters: Adapters | None = None
+    trees: ArmTrees | None = None
     phases: list[Phase] | None = None
+    match_parameters_of: str | None = None
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
@@ -164,7 +167,10 @@ class Phase(Section):
             embeddings while training; null for none.
         clip: largest gradient norm; null for none.
         label_smoothing: share of the target spread evenly over the vocabulary, 0 <= x < 1.
-        trainable: what learns: ``all``, ``streams`` or ``host``.
+        trainable: what learns: ``all``, ``streams``, ``host``, the arm's ``adapters``, or ``adapters_and_streams``.
+        learns: ``text``, or the ``questions`` of the data; a batch is then of whole questions, up to ``window`` tokens each.
+        trees: whether a batch of questions brings the trees of the arm; without them its tree stream does nothing (lambda = 0).
+        ramp: share of the steps over which a tree stream's lambda rises from 0 (GTCA section 3.4).
         precision: ``fp32``, or ``bf16`` for autocast.
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
@@ -185,7 +191,10 @@ class Phase(Section):
     neftune_alpha: Positive | None = None
     clip: Positive | None = 1.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    trainable: Literal["all", "streams", "host"] = "all"
+    trainable: Literal["all", "streams", "host", "adapters", "adapters_and_streams"] = "all"
+    learns: Literal["text", "questions"] = "text"
+    trees: bool = True
+    ramp: Annotated[float, Field(ge=0, le=1)] = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
@@ -323,6 +332,32 @@ class Selective(Windows):
     """Whether the model knows when it is wrong (``keel.evaluation.selective``): next tokens of text."""
 
 
+class SelectiveWords(Section):
+    """The same of the last word of passages.
+
+    Attributes:
+        passages: fields of ``keel.data.corpora.CorpusConfig``, the source of the passages.
+        count: passages scored.
+        name: family of the metrics.
+    """
+
+    passages: dict[str, Any]
+    count: Count = 500
+    name: str = "lambada"
+
+
+class Posterior(Windows):
+    """What the average over sampled embeddings predicts (``keel.evaluation.posterior``): next tokens of text.
+
+    Attributes:
+        samples: embeddings drawn for a window.
+        noise: their standard deviation, in units of the embeddings' root mean square.
+    """
+
+    samples: Count = 8
+    noise: NonNegative = 0.25
+
+
 class SignalQuality(Windows):
     """Whether a path's signals tell disrupted tokens from clean ones (``keel.evaluation.signals``), on text.
 
@@ -388,10 +423,26 @@ class PositionProbe(Section):
         documents: stretches of the test split (``keel.probes.positions``).
         length: tokens of each, without [CLS] and [SEP].
         divisions: how often the documents are divided anew into those to fit and those to test.
+        tables_of: encoders, by folder or by name on the Hub, whose position tables are drawn beside.
     """
 
     documents: Annotated[int, Field(ge=10)] = 500
     length: Annotated[int, Field(ge=4)] = 510
+    divisions: Count = 5
+    tables_of: list[str] = []
+
+
+class InterModel(Section):
+    """How much of the streams of one arm the states of every other arm tell, block by block (``keel.probes.inter_model``).
+
+    Attributes:
+        target: the arm whose streams are told, an encoder with ``position: dstg``; it is trained first.
+        documents, length, divisions: as for the position probe.
+    """
+
+    target: str
+    documents: Annotated[int, Field(ge=10)] = 200
+    length: Annotated[int, Field(ge=4)] = 254
     divisions: Count = 5
 
 
@@ -405,6 +456,66 @@ class Heads(Section):
 
     documents: Count = 500
     length: Annotated[int, Field(ge=4)] = 510
+
+
+class Linguistic(Section):
+    """Linguistic probes of every block of an encoder (``keel.evaluation.linguistic``).
+
+    Attributes:
+        probes: names in ``keel.evaluation.linguistic_tasks.PROBES``.
+        dependencies: folder of CoNLL-U files, ``data:NAME`` or a path; ``treebank``: the same of trees in brackets.
+        train, test: most sentences of each probe.
+        seeds: how often the readers are fitted.
+        length: most tokens of a text, [CLS] and [SEP] included.
+    """
+
+    probes: Annotated[list[LinguisticProbe], Field(min_length=1)] = list(get_args(LinguisticProbe))
+    dependencies: str = "data:ud_english_ewt"
+    treebank: str = "data:treebank"
+    train: Annotated[int, Field(ge=10)] = 2000
+    test: Annotated[int, Field(ge=5)] = 500
+    seeds: Count = 3
+    length: Annotated[int, Field(ge=16)] = 128
+
+
+class FineTuned(Section):
+    """How an encoder is fine-tuned from its pretrained weights (``keel.evaluation.finetuning``), on local files.
+
+    Attributes:
+        source: folder of the data, ``data:NAME`` or a path.
+        train_samples, test_samples: most examples to learn from and to score; null for all there are. A tenth of those to learn from,
+            at most 500, is held out to stop and to choose.
+        learning_rates, batch_sizes, weight_decays: the grid, of which every combination is tried.
+        epochs, evaluate_every, patience: see ``keel.evaluation.finetuning.FineTuning``.
+        length: most tokens of an example, [CLS] and [SEP] included.
+        precision: ``fp32``, or ``bf16`` for autocast.
+    """
+
+    source: str
+    train_samples: Annotated[int, Field(ge=10)] | None = None
+    test_samples: Count | None = None
+    learning_rates: Annotated[list[Positive], Field(min_length=1)] = [1e-5, 2e-5, 3e-5]
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = [16, 32]
+    weight_decays: Annotated[list[NonNegative], Field(min_length=1)] = [0.01]
+    epochs: Count = 10
+    evaluate_every: Count = 100
+    patience: Count = 15
+    length: Annotated[int, Field(ge=16)] = 128
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class Glue(FineTuned):
+    """Tasks of GLUE: ``tasks`` names them (``keel.data.glue``). Their development split is what is scored."""
+
+    source: str = "data:glue"
+    tasks: Annotated[list[GlueName], Field(min_length=1)] = list(get_args(GlueName))
+
+
+class Squad(FineTuned):
+    """Questions about paragraphs (``keel.data.squad``), divided by article into those to learn from, to hold out and to score."""
+
+    source: str = "data:squad"
+    length: Annotated[int, Field(ge=16)] = 384
 
 
 class Gates(Section):
@@ -456,15 +567,29 @@ class Evaluation(Section):
     robustness: Robustness | None = None
     support: Support | None = None
     selective: Selective | None = None
+    selective_words: SelectiveWords | None = None
+    posterior: Posterior | None = None
     signals: SignalQuality | None = None
     dta: Dta | None = None
     faults: Faults | None = None
     masked: Masked | None = None
     position_probe: PositionProbe | None = None
     heads: Heads | None = None
+    inter_model: InterModel | None = None
+    linguistic: Linguistic | None = None
+    glue: Glue | None = None
+    squad: Squad | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None
+    blimp: Pairs | None = None
+    cola: Benchmark | None = None
+    hellaswag: Benchmark | None = None
+    winogrande: Benchmark | None = None
+    mmlu: Benchmark | None = None
+    cloze: Cloze | None = None
+    leak: Leak | None = None
+    syntax: Syntax | None = None
 
     @model_validator(mode="after")
     def _something(self) -> Evaluation:
@@ -494,18 +619,31 @@ class Recipe(Section):
     data: Data
     host: dict[str, Any]
     match_parameters: bool = False
+    trees: Trees | None = None
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0]
     phases: Annotated[list[Phase], Field(min_length=1)]
     evaluation: Evaluation
 
+    def passages(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of every source of passages that the evaluation reads, by where they stand in the recipe."""
+        wanted = {"last_word": self.evaluation.last_word, "selective_words": self.evaluation.selective_words}
+        return {f"evaluation.{name}.passages": part.passages for name, part in wanted.items() if part is not None}
+
     def trained_arms(self) -> list[str]:
         """Return the names of the arms that have weights of their own."""
         return [name for name, arm in self.arms.items() if arm.weights_of is None]
 
+    def needed_by(self, arm: str) -> list[str]:
+        """Return the arms that must be trained before ``arm``: whose weights or host it uses, or which is predicted from it."""
+        own, inter = self.arms[arm], self.evaluation.inter_model
+        found = [other for other in (own.weights_of, own.host_of) if other is not None]
+        return found + ([inter.target] if inter is not None and inter.target != arm else [])
+
     def phases_of(self, arm: str) -> list[Phase]:
         """Return the phases that ``arm`` trains with."""
-        return self.arms[arm].phases or self.phases
+        own = self.arms[arm].phases
+        return self.phases if own is None else own
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
         """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""
@@ -520,7 +658,7 @@ class Recipe(Section):
 
     def train_window(self, arm: str) -> int:
         """Return the length of the windows that the weights of ``arm`` were last trained on."""
-        return self.phases_of(self.arms[arm].weights_of or arm)[-1].window
+        return [*self.phases, *self.phases_of(self.arms[arm].weights_of or arm)][-1].window
 
     def positions_at(self, arm: str, length: int) -> Positions | None:
         """Return the positions of ``arm`` when it reads ``length`` tokens; None leaves the host's own.

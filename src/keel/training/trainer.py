@@ -125,6 +125,7 @@ class PhaseTrainer(Trainer):
     ) -> None:
         self.settings, self.phase, self.record = settings, settings.phase, PhaseRecord()
         self.valid_windows, self.has_streams = valid, isinstance(model, KeelForCausalLM)
+        self.collate = getattr(train, "collate", pad_together)  # questions bring trees
         self._sums: dict[str, Tensor] = {}
         self._num_tokens: Tensor | int = 1
         self._last_point = 0
@@ -134,7 +135,7 @@ class PhaseTrainer(Trainer):
         if sharded:
             shard_on_cpu(model)
         super().__init__(
-            model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=pad_together
+            model=model, args=args, train_dataset=train, callbacks=[_Events(self)], data_collator=self.collate
         )
         if sharded:  # accelerate would wrap it for DDP: it knows FSDP on accelerators alone
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -209,7 +210,7 @@ class PhaseTrainer(Trainer):
         return DataLoader(
             self.train_dataset,
             batch_sampler=batches,
-            collate_fn=pad_together,
+            collate_fn=self.collate,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -402,7 +403,7 @@ class PhaseTrainer(Trainer):
         total, count = 0.0, 0
         windows = list(self.valid_windows)
         for start in range(0, len(windows), VALIDATION_BATCH):
-            batch = self._prepare_inputs(pad_together(windows[start : start + VALIDATION_BATCH]))
+            batch = self._prepare_inputs(self.collate(windows[start : start + VALIDATION_BATCH]))
             targets = batch["labels"][:, 1:].ne(-100).sum()
             with self.accelerator.autocast():
                 if "attention_target" in batch:

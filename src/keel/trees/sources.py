@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from keel.errors import KeelError, suggest
 from keel.trees.brackets import optional, read_brackets, to_tree
+from keel.trees.branching import BranchingSource
 from keel.trees.trained import ParserSource
 from keel.trees.tree import Span, Tree
 
@@ -137,11 +138,16 @@ def _character_of_byte(text: str, raw: bytes) -> range | list[int]:
     return [index for index, letter in enumerate(text) for _ in letter.encode("utf-8")] + [len(text)]
 
 
-_KINDS: dict[str, Any] = {"bracketed": BracketedSource, "keel": ParserSource, "treesitter": TreeSitterSource}
+_KINDS: dict[str, Any] = {
+    "bracketed": BracketedSource,
+    "branching": BranchingSource,
+    "keel": ParserSource,
+    "treesitter": TreeSitterSource,
+}
 
 
 def open_source(name: str) -> TreeSource:
-    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE`` or ``treesitter:LANGUAGE``.
+    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE``, ``treesitter:LANGUAGE`` or ``branching:right``.
 
     Raises: KeelError for an unknown kind, file or language, or a missing optional package.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from keel.errors import KeelError
@@ -36,12 +36,21 @@ class ParserSource:
 
     def parse(self, text: str) -> list[Tree]:
         """See ``TreeSource.parse``."""
-        sentences = [part for begin, end in sentence_places(text) for part in self._cut(text, begin, end)]
-        found = self.parser.parse([[word for word, _ in sentence] for sentence in sentences]) if sentences else []
-        return [
-            tree_of([place for _, place in sentence], constituents, tags)
-            for sentence, (constituents, tags) in zip(sentences, found, strict=True)
+        return self.parse_all([text])[0]
+
+    def parse_all(self, texts: Sequence[str]) -> list[list[Tree]]:
+        """Parse many texts together, which is faster than one after the other."""
+        sentences = [
+            (number, part)
+            for number, text in enumerate(texts)
+            for begin, end in sentence_places(text)
+            for part in self._cut(text, begin, end)
         ]
+        found = self.parser.parse([[word for word, _ in part] for _, part in sentences]) if sentences else []
+        trees: list[list[Tree]] = [[] for _ in texts]
+        for (number, part), (constituents, tags) in zip(sentences, found, strict=True):
+            trees[number].append(tree_of([place for _, place in part], constituents, tags))
+        return trees
 
     def _cut(self, text: str, begin: int, end: int) -> Iterator[list[tuple[str, Place]]]:
         """Yield the words of a sentence with their characters in the text."""

@@ -1,7 +1,4 @@
-"""A host and its side streams as one Hugging Face model.
-
-    model = keel.attach(host, keel.StructuralStream())      # the first forward is the host's, bit for bit
-    model.generate(...); model.save_pretrained(folder); host = model.detach()
+"""The model: a host that runs with its streams open, generates, saves and loads.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -10,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,17 +20,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keel.cache import StreamCacheLayer, new_cache, stream_layer
 from keel.errors import KeelError, build_config
 from keel.hosts import fingerprint, host_family, host_shape, logits_from_hidden, site_modules
+from keel.model.config import KeelConfig, KeelOutput
 from keel.positions import Positions, set_positions
-from keel.storage import is_streams_folder, load_streams, save_streams
+from keel.storage import save_streams
 from keel.streams import stream_from_config
 from keel.streams.base import (
     Flow,
@@ -46,61 +41,9 @@ from keel.streams.base import (
     PassInputs,
     PassResult,
     QueryHook,
-    SiteHook,
     Stream,
     Wires,
 )
-
-
-class KeelConfig(PreTrainedConfig):
-    """Configuration of a host with streams.
-
-    Attributes:
-        text_config: the host's own configuration (this name is the one that generation and caches look for).
-        streams: name -> {"type": ..., fields}.
-        positions: fields of ``keel.positions.Positions`` where the host's position scheme is replaced, else None.
-        host_name: where the host was loaded from.
-        host_fingerprint: ``keel.hosts.fingerprint`` of the host's weights: at attach, and anew at every save.
-    """
-
-    model_type = "keel"
-    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
-
-    text_config: dict[str, Any] | PreTrainedConfig | None = None
-    streams: dict[str, Any] | None = None
-    positions: dict[str, Any] | None = None
-    host_name: str = ""
-    host_fingerprint: str = ""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.text_config, dict):
-            self.text_config = AutoConfig.for_model(**self.text_config)
-        self.streams = self.streams or {}
-        super().__post_init__(**kwargs)
-
-
-@dataclass
-class KeelOutput(CausalLMOutputWithPast):
-    """``CausalLMOutputWithPast`` with what the streams add.
-
-    Attributes:
-        losses: named auxiliary losses with their weight, already part of ``loss``.
-        signals: named per-token signals, [B, T] or [B, T, L]; only with ``collect_signals=True``.
-    """
-
-    losses: dict[str, Tensor] | None = None
-    signals: dict[str, Tensor] | None = None
-
-    # As in ModelOutput, which lists its fields anew for every attribute and once more at the end: for a token of decoding that
-    # would cost as much as the writes at two layers.
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None and name in type(self).__dataclass_fields__:
-            OrderedDict.__setitem__(self, name, value)
-        object.__setattr__(self, name, value)
-
-    def __post_init__(self) -> None:
-        if self.loss is not None and not isinstance(self.loss, Tensor):  # made from a dict, as accelerate does
-            super().__post_init__()
 
 
 class KeelForCausalLM(PreTrainedModel, GenerationMixin):
@@ -556,87 +499,6 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             "streams": streams,
             "hooks": sum(len(hooks) for hooks in self._hooks.values()),
         }
-
-
-def attach(
-    host: PreTrainedModel, streams: Stream | Mapping[str, Stream], *, positions: Positions | None = None
-) -> KeelForCausalLM:
-    """Put side streams beside a host.
-
-    With a stream's default ``init="identity"`` the first forward is bitwise the host's. The host is used in place, not copied,
-    and keeps its ``requires_grad``; see ``KeelForCausalLM.trainable``.
-
-    Args:
-        host: a causal language model of a supported family, unquantised, not wrapped.
-        streams: one stream (named by its type) or name -> stream.
-        positions: replace the host's position scheme (a baseline of its own), None to leave it.
-    Raises: KeelError naming what is not supported and why.
-    """
-    if isinstance(host, KeelForCausalLM) or _carries_hooks(host):
-        raise KeelError("this host already has streams; detach() first, or give all streams in one attach")
-    host_family(host)
-    named = {streams.type_name: streams} if isinstance(streams, Stream) else dict(streams)
-    taken = [name for name in named if not name.isidentifier() or hasattr(nn.ModuleDict(), name)]
-    if taken:
-        raise KeelError(
-            f"a stream cannot be named {taken[0]!r}: give a Python identifier that is no attribute of ModuleDict"
-        )
-    config = KeelConfig(
-        text_config=host.config,
-        streams={name: stream.to_config() for name, stream in named.items()},
-        positions=None if positions is None else dict(vars(positions)),
-        host_name=host.name_or_path or "",
-        host_fingerprint=fingerprint(host),
-        # A configuration sets its parts' attention; without this the host would forget which one it was loaded with.
-        attn_implementation=host.config._attn_implementation,
-    )
-    reference = next(host.parameters())
-    model = KeelForCausalLM(config, host=host, streams=named)
-    model.streams.to(device=reference.device, dtype=reference.dtype)
-    model.train(host.training)
-    return model
-
-
-def load(folder: str | os.PathLike[str], backbone: PreTrainedModel | None = None) -> KeelForCausalLM:
-    """Load a whole checkpoint, or, given the ``backbone`` they were trained beside, streams that were saved alone.
-
-    Raises: KeelError when the folder holds something else, is damaged, of another version, or was made for another host.
-    """
-    path = Path(folder)
-    if backbone is None:
-        if is_streams_folder(path):
-            raise KeelError(
-                f"{path} holds streams alone; give the host they belong to: keel.load(folder, backbone=host)"
-            )
-        return KeelForCausalLM.from_pretrained(path)
-    saved, weights = load_streams(path)
-    host_family(backbone)
-    found = fingerprint(backbone)
-    if found != saved["host_fingerprint"]:
-        raise KeelError(
-            f"{path}: made for host {saved['host_name'] or 'without a name'} with fingerprint {saved['host_fingerprint']}, but the "
-            f"backbone {backbone.name_or_path or 'given'} has {found}; load the same checkpoint as the backbone"
-        )
-    streams = {name: stream_from_config(fields, f"{path}: streams.{name}") for name, fields in saved["streams"].items()}
-    positions = (
-        None if saved["positions"] is None else build_config(Positions, saved["positions"], f"{path}: positions")
-    )
-    model = attach(backbone, streams, positions=positions)
-    own = model.streams.state_dict()
-    wrong = sorted(own.keys() ^ weights.keys()) or sorted(key for key in own if own[key].shape != weights[key].shape)
-    if wrong:
-        model.detach()
-        raise KeelError(f"{path}: the saved weights do not fit the streams' configuration: {', '.join(wrong[:3])}")
-    model.streams.load_state_dict(weights)
-    return model
-
-
-def _carries_hooks(host: nn.Module) -> bool:
-    return any(
-        isinstance(hook, SiteHook)
-        for module in host.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
 
 
 def _mark_initialized(host: nn.Module) -> None:

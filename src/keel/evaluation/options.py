@@ -1,0 +1,189 @@
+"""Log-likelihoods of what may follow a prompt: every prompt is read once, its options go on from its cache.
+
+GTCA Eq. 9: an option scores the sum of the log-probabilities of its tokens, each after the prompt and the tokens before it.
+``reference_scores`` is the specification: every prompt and option in a pass of its own.
+
+Shapes: B prompts, P tokens of a prompt, N options, C tokens of an option, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from keel.evaluation.scoring import evaluating
+from keel.model import KeelForCausalLM
+from keel.trees.fields import FieldReader, Row, padded_left, row_inputs
+
+
+class Request(NamedTuple):
+    """A prompt, maybe empty, and what may follow it."""
+
+    prompt: str
+    options: Sequence[str]
+
+
+class Scored(NamedTuple):
+    """Log-likelihood of an option in nats, and whether each of its tokens was the likeliest."""
+
+    loglikelihood: float
+    greedy: bool
+
+
+class _Prompt(NamedTuple):
+    """A request as rows: of the prompt alone, and with each option behind it."""
+
+    number: int
+    alone: Row
+    rows: list[Row]
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Tokens of the prompt, and of its longest option."""
+        return self.alone.num_prompt, max(len(row.ids) - row.num_prompt for row in self.rows)
+
+
+def option_scores(
+    model: KeelForCausalLM,
+    reader: FieldReader,
+    requests: Sequence[Request],
+    *,
+    token_budget: int = 8192,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> list[list[float]]:
+    """Return for every request the log-likelihood of each of its options, in nats. Reference twin: ``reference_scores``.
+
+    The arguments are those of ``scored_options``.
+    """
+    found = scored_options(model, reader, requests, token_budget=token_budget, device=device, progress=progress)
+    return [[option.loglikelihood for option in row] for row in found]
+
+
+def scored_options(
+    model: KeelForCausalLM,
+    reader: FieldReader,
+    requests: Sequence[Request],
+    *,
+    token_budget: int = 8192,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> list[list[Scored]]:
+    """Score each option of every request.
+
+    Args:
+        reader: makes the rows, with trees where the model's stream reads them from the batch.
+        token_budget: most tokens in one forward pass, or one request.
+        progress: called with the number of finished requests.
+    """
+    prompts = sorted(
+        (_read(reader, index, request) for index, request in enumerate(requests)), key=lambda one: one.cost
+    )
+    scores: list[list[Scored]] = [[] for _ in requests]
+    done = 0
+    with evaluating(model):
+        for batch in _batches(prompts, token_budget):
+            for prompt, found in zip(batch, _score(model, batch, device), strict=True):
+                scores[prompt.number] = found
+            done += len(batch)
+            if progress is not None:
+                progress(done)
+    return scores
+
+
+def _read(reader: FieldReader, index: int, request: Request) -> _Prompt:
+    return _Prompt(index, reader.read(request.prompt), [reader.read(request.prompt, one) for one in request.options])
+
+
+def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Prompt]]:
+    batch: list[_Prompt] = []
+    for prompt in prompts:
+        grown = [*batch, prompt]
+        longest, behind = (max(one.cost[side] for one in grown) for side in (0, 1))
+        options = sum(len(one.rows) for one in grown)
+        if batch and max(len(grown) * longest, options * behind) > token_budget:
+            yield batch
+            grown = [prompt]
+        batch = grown
+    if batch:
+        yield batch
+
+
+def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | str) -> list[list[Scored]]:
+    """Read the prompts of a batch, then all their options behind them."""
+    longest = max(one.alone.num_prompt for one in batch)
+    ids_BP = torch.tensor([padded_left(list(one.alone.ids), longest, 0) for one in batch], device=device)
+    attended_BP = torch.tensor([padded_left([1] * one.alone.num_prompt, longest, 0) for one in batch], device=device)
+    options = [row for one in batch for row in one.rows]
+    width = max(len(row.ids) - row.num_prompt for row in options)
+    goes_on = width > 1  # an option of one token is predicted by the prompt alone
+    output = model(
+        ids_BP,
+        attention_mask=attended_BP,
+        position_ids=_positions(attended_BP),
+        use_cache=goes_on,
+        logits_to_keep=1,
+        **row_inputs([one.alone for one in batch], num_layers(model), longest, device),
+    )
+    owner_N = torch.tensor([index for index, one in enumerate(batch) for _ in one.rows], device=device)
+    logits_NCV = output.logits[owner_N].float()
+    if goes_on:
+        behind_NC = torch.tensor([_behind(row, width - 1, 0) for row in options], device=device)
+        filled_NC = torch.tensor([_behind(row, width - 1, None) for row in options], device=device)
+        attended_NS = torch.cat([attended_BP[owner_N], filled_NC], 1)
+        cache = output.past_key_values
+        cache.batch_select_indices(owner_N)
+        output = model(
+            behind_NC,
+            attention_mask=attended_NS,
+            position_ids=_positions(attended_NS)[:, longest:],
+            past_key_values=cache,
+            use_cache=True,
+            **row_inputs(options, num_layers(model), longest, device),
+        )
+        logits_NCV = torch.cat([logits_NCV, output.logits.float()], 1)
+    logs_NCV = logits_NCV.log_softmax(-1)
+    found: list[list[Scored]] = [[] for _ in batch]
+    for owner, row, logs_CV in zip(owner_N.tolist(), options, logs_NCV, strict=True):
+        targets_C = torch.tensor(row.ids[row.num_prompt :], device=device)
+        logs_CV = logs_CV[: len(targets_C)]
+        scored_C = logs_CV.gather(1, targets_C[:, None])
+        greedy = bool((logs_CV.argmax(-1) == targets_C).all())
+        found[owner].append(Scored(float(scored_C.double().sum()), greedy))
+    return found
+
+
+def _behind(row: Row, width: int, filling: int | None) -> list[int]:
+    """The tokens of an option but its last, filled up on the right; without ``filling`` ones for them and zeros behind."""
+    ids = list(row.ids[row.num_prompt : -1])
+    rest = [0] * (width - len(ids))
+    return [1] * len(ids) + rest if filling is None else ids + [filling] * len(rest)
+
+
+def num_layers(model: KeelForCausalLM) -> int:
+    """Return the layers of the host."""
+    return int(model.host.config.get_text_config().num_hidden_layers)
+
+
+def _positions(attended_BT: Tensor) -> Tensor:
+    return (attended_BT.cumsum(1) - 1).clamp(min=0)
+
+
+def reference_scores(model: KeelForCausalLM, reader: FieldReader, requests: Sequence[Request]) -> list[list[float]]:
+    """The obvious way, the oracle of ``option_scores``: every prompt with every option in a pass of its own, without a cache."""
+    scores = []
+    with evaluating(model):
+        for request in requests:
+            found = []
+            for option in request.options:
+                row = reader.read(request.prompt, option)
+                logits_TV = model(torch.tensor([row.ids]), **row_inputs([row], num_layers(model))).logits[0]
+                logs_TV = logits_TV.float().log_softmax(-1)
+                found.append(
+                    float(sum(logs_TV[t - 1, row.ids[t]].double() for t in range(row.num_prompt, len(row.ids))))
+                )
+            scores.append(found)
+    return scores

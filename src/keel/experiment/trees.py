@@ -1,0 +1,115 @@
+"""Trees of a run: parsers trained for it, and the reader that each arm's prompts go through.
+
+OUT/trees/<name>.safetensors    a parser of the recipe's ``trees.parsers``
+OUT/trees/<name>.json           what it scored on the held-out trees; written last, so that its presence means done
+OUT/trees/<scope>.sqlite        chunks of every field that was read, shared by all arms and seeds
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from keel.data.corpora import data_root
+from keel.errors import KeelError
+from keel.files import write_atomically
+from keel.parsing import score_parser
+from keel.training import Recipe
+from keel.training.questions import QuestionData, training_questions
+from keel.training.tree_sections import Parser, Trees
+from keel.trees.brackets import read_brackets
+from keel.trees.cache import TreeCache
+from keel.trees.corrupted import CorruptedSource
+from keel.trees.fields import FieldReader, reader_of
+from keel.trees.parser import save_parser
+from keel.trees.parser_training import TrainingConfig, train_parser
+from keel.trees.sources import TreeSource, open_source
+
+
+def prepare_trees(recipe: Recipe, out: Path) -> None:
+    """Train the parsers that arms of the recipe read trees of, where they are not there yet.
+
+    Raises: KeelError for a treebank that cannot be read, or has no more trees than are held out.
+    """
+    trees = recipe.trees
+    if trees is None:
+        return
+    used = {arm.trees.source for arm in recipe.arms.values() if arm.trees is not None}
+    for name, wanted in trees.parsers.items():
+        if name in used and not _scores(out, name).is_file():
+            with Console(stderr=True).status(f"Training the parser {name!r}"):
+                _train(trees, wanted, out, name)
+
+
+def _train(trees: Trees, wanted: Parser, out: Path, name: str) -> None:
+    assert trees.treebank is not None
+    given = trees.treebank
+    path = data_root() / given.removeprefix("data:") if given.startswith("data:") else Path(given).expanduser()
+    bank = read_brackets(path)
+    if len(bank) <= trees.held_out:
+        raise KeelError(f"trees.treebank {given}: {len(bank)} trees, {trees.held_out} are held out; hold out fewer")
+    parser = train_parser(bank[: -trees.held_out][: wanted.sentences], training=TrainingConfig(epochs=wanted.epochs))
+    (out / "trees").mkdir(parents=True, exist_ok=True)
+    save_parser(parser, _weights(out, name))
+    write_atomically(_scores(out, name), json.dumps(score_parser(parser, bank[-trees.held_out :])).encode())
+
+
+def _weights(out: Path, name: str) -> Path:
+    return out / "trees" / f"{name}.safetensors"
+
+
+def _scores(out: Path, name: str) -> Path:
+    return out / "trees" / f"{name}.json"
+
+
+def parser_scores(recipe: Recipe, arm: str, out: Path) -> dict[str, float]:
+    """Return what the parser scored whose trees an arm reads as they are; nothing where there is none."""
+    trees = recipe.arms[recipe.arms[arm].weights_of or arm].trees
+    if (
+        trees is None
+        or trees.source is None
+        or trees.corruption is not None
+        or not _scores(out, trees.source).is_file()
+    ):
+        return {}
+    found: dict[str, float] = json.loads(_scores(out, trees.source).read_text(encoding="utf-8"))
+    return found
+
+
+def reader_for(recipe: Recipe, arm: str, tokenizer: PreTrainedTokenizerBase, out: Path) -> FieldReader:
+    """Return what turns texts into the rows of an arm, with the trees that its stream reads.
+
+    Raises: KeelError for a source that cannot be opened.
+    """
+    given = recipe.arms[recipe.arms[arm].weights_of or arm]
+    trees = given.trees
+    if trees is None or trees.source is None:
+        return reader_of(tokenizer, masked=trees is None or trees.update_mask)
+    fields = next(fields for fields in recipe.streams_of(arm).values() if fields["type"] == "tree")
+    scope = fields.get("tree_scope", "sentence")
+    source: TreeSource = open_source(_source_name(recipe, trees.source, out))
+    if trees.corruption is not None:
+        source = CorruptedSource(source, trees.corruption)
+    cache = TreeCache(out / "trees" / f"{scope}.sqlite")
+    return reader_of(tokenizer, source=source, scope=scope, cache=cache, masked=trees.update_mask)
+
+
+def _source_name(recipe: Recipe, name: str, out: Path) -> str:
+    assert recipe.trees is not None
+    return f"keel:{_weights(out, name)}" if name in recipe.trees.parsers else recipe.trees.sources[name]
+
+
+def question_data(
+    recipe: Recipe, arm: str, model: Any, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> QuestionData | None:
+    """Return the questions that phases of an arm learn from, None where none does."""
+    wanted = recipe.data.questions
+    if wanted is None or all(phase.learns != "questions" for phase in recipe.phases_of(arm)):
+        return None
+    train, valid = training_questions(wanted)
+    layers = model.host.config.get_text_config().num_hidden_layers
+    return QuestionData(train=train, valid=valid, reader=reader_for(recipe, arm, tokenizer, out), num_layers=layers)

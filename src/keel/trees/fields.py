@@ -1,0 +1,296 @@
+"""Prompts field by field: which part of a text is parsed on its own, and which tokens a tree stream may write to.
+
+GTCA section 3.1: the fields of a multiple-choice prompt (question, each option, answer) are parsed one by one and their chunks joined in
+the order of the prompt; question and answer are updated, options are read-only. A field is a line, or what follows its label. The
+labels are those of App. B; a text without any has plain fields, all parsed and updated. A line is judged by what stands before its
+end, never by a later one, so that under strict causality nothing of the future is read.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from keel.errors import KeelError
+from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
+from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
+from keel.trees.chunks import Chunks, Scope, collate, joined
+from keel.trees.sources import TreeSource
+from keel.trees.tree import Tree
+
+_LABELS = {
+    "Instruction:": "instruction",
+    "Question:": "question",
+    "Context:": "question",
+    "Sentence:": "question",
+    "Options:": "heading",
+    "Answer:": "answer",
+}
+_OPTION = re.compile(r"[A-Z]\. ")
+_HALF_OPTION = re.compile(r"[A-Z]\.?")
+_MOST_KNOWN = 20_000  # fields that a reader keeps in memory
+_PARSED = {"plain", "question", "option", "answer"}
+_UPDATED = {"plain", "question", "answer"}
+
+
+class Field(NamedTuple):
+    """Characters ``[start, end)`` of a text, the line that they are of, and what is done with them."""
+
+    start: int
+    end: int
+    line: int
+    parsed: bool
+    updated: bool
+
+
+def read_fields(text: str) -> list[Field]:
+    """Return the fields of a text from left to right; blank stretches are in none. A blank line ends what a label began."""
+    fields, kind, at = [], "plain", 0
+    for line in text.splitlines(keepends=True):
+        label, name = next(((label, name) for label, name in _LABELS.items() if line.startswith(label)), ("", ""))
+        if not label and kind in ("heading", "option") and _OPTION.match(line):
+            label, name = line[:2], "option"
+        if not line.strip() or (not label and kind == "answer"):
+            kind = "plain"
+        kind = name or kind
+        if (
+            label
+        ):  # the label of an answer is a field like others ("the answer prefix"), those of the rest are not parsed
+            fields.append(Field(at, at + len(label), at, kind == "answer", kind == "answer"))
+        begin = at + len(label)
+        if text[begin : at + len(line)].strip():
+            fields.append(Field(begin, at + len(line), at, kind in _PARSED, kind in _UPDATED))
+        at += len(line)
+    return fields
+
+
+def could_be_label(line: str) -> bool:
+    """Return whether a line that begins like this may yet turn out to begin with a label."""
+    return _HALF_OPTION.fullmatch(line) is not None or any(
+        label.startswith(line) and label != line for label in _LABELS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A prompt and its continuation as a model reads them.
+
+    Attributes:
+        ids: the start token, the prompt, the continuation.
+        num_prompt: tokens of the start and the prompt.
+        chunks: of the whole row; None where no trees are wanted. Those of the prompt do not depend on the continuation.
+        updated: whether a tree stream may write to each token; None where it may to all.
+    """
+
+    ids: tuple[int, ...]
+    num_prompt: int
+    chunks: Chunks | None
+    updated: tuple[bool, ...] | None
+
+
+def row_inputs(
+    rows: Sequence[Row], num_layers: int, longest: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Return ``trees`` and ``update_mask`` of a batch of rows for a model's forward, where there are any.
+
+    Args:
+        num_layers: of the host.
+        longest: columns of the prompts where they are padded on the left; 0 for rows that begin in the first column.
+    """
+    inputs: dict[str, Any] = {}
+    chunks = [row.chunks for row in rows if row.chunks is not None]
+    if chunks:
+        inputs["trees"] = {name: tensor.to(device) for name, tensor in collate(chunks, num_layers).items()}
+    if any(row.updated is not None for row in rows):
+        updated = [[True] * len(row.ids) if row.updated is None else list(row.updated) for row in rows]
+        masks = [
+            padded_left(mask[: row.num_prompt], longest, True) + mask[row.num_prompt :]
+            for mask, row in zip(updated, rows, strict=True)
+        ]
+        width = max(map(len, masks))
+        inputs["update_mask"] = torch.tensor([mask + [True] * (width - len(mask)) for mask in masks], device=device)
+    return inputs
+
+
+def padded_left(values: list[Any], width: int, filling: Any) -> list[Any]:
+    """Return the values with enough of ``filling`` before them."""
+    return [filling] * (width - len(values)) + values
+
+
+class FieldReader:
+    """Turns prompts and continuations into rows, for one tokenizer and one source of trees.
+
+    Args:
+        tokenizer: a fast tokenizer as ``tokenizer.backend_tokenizer.to_str()``.
+        start: id that every row begins with, so that the first token is predicted too.
+        source: of the trees; None for rows without.
+        cache: where chunks are kept and found again, by the tokens of a field; None to parse anew.
+        masked: whether options are read-only; the ablation of Table 4 updates every token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        start: int,
+        *,
+        source: TreeSource | None = None,
+        scope: Scope = "sentence",
+        max_chunks: int = MAX_CHUNKS,
+        cache: TreeCache | None = None,
+        masked: bool = True,
+    ) -> None:
+        self.tokenizer, self.start = Tokenizer.from_str(tokenizer), start
+        self.source, self.scope, self.max_chunks, self.cache, self.masked = source, scope, max_chunks, cache, masked
+        self._known: dict[bytes, Chunks] = {}
+        name, version = ("", "") if source is None else (f"fields of {source.name}", source.version)
+        self.making = Making(
+            tokenizer=tokenizer_fingerprint(tokenizer), source=name, version=version, scope=scope, max_chunks=max_chunks
+        )
+
+    def read(self, prompt: str, continuation: str = "") -> Row:
+        """Return the row of a prompt and what follows it; the tokens of the prompt are those that it has alone.
+
+        Raises: KeelError for a field that the source has no tree for.
+        """
+        text = prompt + continuation
+        before, whole = (self.tokenizer.encode(part, add_special_tokens=False) for part in (prompt, text))
+        ids, offsets = whole.ids, whole.offsets
+        if ids[: len(before.ids)] != before.ids:  # the two merge at the border: then each has tokens of its own
+            after = self.tokenizer.encode(continuation, add_special_tokens=False)
+            ids = before.ids + after.ids
+            offsets = before.offsets + [(a + len(prompt), b + len(prompt)) for a, b in after.offsets]
+        spans = token_spans(text, [(0, 0), *offsets])
+        ids = [self.start, *ids]
+        fields = read_fields(text)
+        bounds = _token_bounds(fields, spans)
+        chunks = None if self.source is None else self._chunks(text, ids, spans, fields, bounds)
+        return Row(
+            ids=tuple(ids),
+            num_prompt=1 + len(before.ids),
+            chunks=chunks,
+            updated=self._updated(text, spans, fields, bounds),
+        )
+
+    def _updated(
+        self, text: str, spans: TokenSpans, fields: list[Field], bounds: list[tuple[int, int]]
+    ) -> tuple[bool, ...] | None:
+        updated = np.ones(len(spans.end), dtype=bool)
+        for field, (first, behind) in zip(fields, bounds, strict=True):
+            updated[first:behind] = field.updated
+            if self.scope == "prefix":  # nobody knows yet whether this is a label, whose tokens are not updated
+                updated[first : first + self._undecided(text, spans, field, first, behind)] = False
+        return tuple(updated.tolist()) if self.masked and not updated.all() else None
+
+    def _chunks(
+        self, text: str, ids: list[int], spans: TokenSpans, fields: list[Field], bounds: list[tuple[int, int]]
+    ) -> Chunks:
+        parts = []
+        for field, (first, behind) in zip(fields, bounds, strict=True):
+            if not field.parsed or first == behind:
+                continue
+            inside = text[field.start : field.end]
+            start = np.maximum(spans.start[first:behind] - field.start, 0)
+            end = np.clip(spans.end[first:behind] - field.start, start, len(inside))
+            chunks = self._of_field(inside, ids[first:behind], TokenSpans(start, end)).shifted(first)
+            if self.scope == "prefix":
+                hidden = first + self._undecided(text, spans, field, first, behind)
+                chunks = _seen_from(chunks, hidden)
+            parts.append(chunks)
+        return joined(parts, self.scope)
+
+    def _undecided(self, text: str, spans: TokenSpans, field: Field, first: int, behind: int) -> int:
+        """Return how many tokens of a field are read before it is certain that its line does not begin with a label."""
+        count = 0
+        while first + count < behind and could_be_label(text[field.line : spans.end[first + count]]):
+            count += 1
+        return count
+
+    def _of_field(self, text: str, ids: Sequence[int], spans: TokenSpans) -> Chunks:
+        key = self.making.key([*ids, *_digits(text)])
+        found = self._known.get(key)
+        if found is None and self.cache is not None:
+            found = self.cache.get_key(key, self.scope)
+        if found is None:
+            found = self._made(text, spans)
+            if self.cache is not None and not self.cache.read_only:
+                self.cache.put(self.making, [(key, encode(key, found))])
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = found
+        return found
+
+    def _made(self, text: str, spans: TokenSpans) -> Chunks:
+        assert self.source is not None
+        if self.scope == "sentence":
+            return sentence_chunks(self.source.parse(text), spans, self.max_chunks)
+        # One token more, which stands for whatever follows: to it the field is complete.
+        source = _ParsedTogether(self.source, text, spans)
+        last, nodes_at = len(spans.end) - 1, parsed_prefixes(source, text, spans)
+
+        def until(t: int) -> list[Nodes]:
+            return nodes_at(min(t, last))
+
+        return prefix_chunks(last + 2, until, self.max_chunks)
+
+
+class _ParsedTogether:
+    """A source that parses all beginnings of a text that are going to be asked for in one call, where it can do many texts."""
+
+    def __init__(self, source: TreeSource, text: str, spans: TokenSpans) -> None:
+        self.name, self.version, self.source = source.name, source.version, source
+        parse_all = getattr(source, "parse_all", None)
+        ends = sorted({int(end) for end in spans.end})
+        texts = [text[:end] for end in ends if text[:end].strip()]
+        self.known: dict[str, list[Tree]] = {} if parse_all is None else dict(zip(texts, parse_all(texts), strict=True))
+
+    def parse(self, text: str) -> list[Tree]:
+        """See ``TreeSource.parse``."""
+        found = self.known.get(text)
+        return self.source.parse(text) if found is None else found
+
+
+def reader_of(tokenizer: object, **options: object) -> FieldReader:
+    """Return the reader for a fast tokenizer of transformers; ``options`` are those of ``FieldReader``.
+
+    Rows begin with its token for the beginning of a text, or the one that ends texts.
+    Raises: KeelError for a tokenizer that has neither.
+    """
+    start = getattr(tokenizer, "bos_token_id", None)
+    start = getattr(tokenizer, "eos_token_id", None) if start is None else start
+    if start is None:
+        raise KeelError("the tokenizer has neither a bos_token nor an eos_token to begin a row with; set one")
+    make: Callable[..., FieldReader] = FieldReader
+    return make(tokenizer.backend_tokenizer.to_str(), int(start), **options)  # type: ignore[attr-defined]
+
+
+def _token_bounds(fields: list[Field], spans: TokenSpans) -> list[tuple[int, int]]:
+    """Return the tokens ``[first, behind)`` of each field: those that begin in it."""
+    filled = np.flatnonzero(spans.end > spans.start)
+    bounds = []
+    for field in fields:
+        a, b = np.searchsorted(spans.start[filled], [field.start, field.end])
+        bounds.append((int(filled[a]), int(filled[b - 1]) + 1) if a < b else (0, 0))
+    return bounds
+
+
+def _seen_from(chunks: Chunks, token: int) -> Chunks:
+    """Return the same chunks, seen by no token before this one."""
+    first, top_first = np.maximum(chunks.first, token), np.maximum(chunks.top_first, token)
+    return Chunks(
+        chunks.left, chunks.right, chunks.height, first, chunks.last, top_first, chunks.top_last, chunks.scope
+    )
+
+
+def _digits(text: str) -> tuple[int, int]:
+    """Return two numbers that tell texts of the same tokens apart: spaces that no token keeps, say."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)

@@ -1,0 +1,208 @@
+"""Three stages of training beside a trained host: what learns when, what a batch brings, and that all of it resumes exactly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
+
+import tree_cases as cases  # found through the line above
+
+from keel.data.questions import Question
+from keel.errors import KeelError
+from keel.model import KeelForCausalLM
+from keel.training import Recipe, parse_recipe, train
+from keel.training.adapters import add_adapters, has_adapters, merge_adapters, set_trainable
+from keel.training.build import build_model
+from keel.training.questions import QuestionData, set_ramp, training_questions
+from keel.training.tree_sections import Adapters, TrainingQuestions
+from keel.trees.fields import reader_of
+
+pytest.importorskip("peft")
+TOKENIZER = cases.tokenizer()
+QUESTIONS = [
+    Question(text=f"Which of the {n} cats were asleep?", options=("all", "none", f"the {n}"), answer=n % 3)
+    for n in range(8)
+]
+PHASE: dict[str, Any] = {
+    "steps": 2, "batch_size": 2, "window": 400, "learning_rate": 1e-2, "learns": "questions", "validate_every": 2, "checkpoint_every": 1,
+}  # fmt: skip
+
+
+def recipe(**changes: Any) -> Recipe:
+    """A recipe of two arms: one trains the host, the other begins with it."""
+    given: dict[str, Any] = {
+        "name": "stages",
+        "title": "Stages",
+        "data": {
+            "corpus": {"source": "stdlib"},
+            "tokenizer": {"bpe": 300},
+            "questions": {"cloze": {"source": "stdlib"}},
+        },
+        "trees": {"sources": {"right": "branching:right"}},
+        "host": {
+            "family": "llama",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+        },
+        "arms": {
+            "host": {"phases": [{"name": "pretraining", "steps": 1, "learning_rate": 1e-3}]},
+            "gtca": {
+                "host_of": "host",
+                "adapters": {"rank": 2},
+                "streams": {"tree": {}},
+                "trees": {"source": "right"},
+            },
+        },
+        "phases": [
+            {"name": "adaptation", **PHASE, "trainable": "adapters", "trees": False},
+            {"name": "structure", **PHASE, "trainable": "streams", "ramp": 0.5},
+            {"name": "joint", **PHASE, "trainable": "adapters_and_streams"},
+        ],
+        "evaluation": {"cloze": {"source": "stdlib"}},
+    }
+    arms = changes.pop("arms", {})
+    given["arms"] = {**given["arms"], **{name: {**given["arms"].get(name, {}), **arm} for name, arm in arms.items()}}
+    return parse_recipe({**given, **changes})
+
+
+def built(folder: Path) -> KeelForCausalLM:
+    """The model of the arm "gtca", beside the host that the arm "host" would have trained."""
+    host = build_model(recipe(), "host", 0, TOKENIZER)
+    host.save_pretrained(folder / "host")
+    model = build_model(recipe(), "gtca", 0, TOKENIZER, trained_host=folder / "host")
+    assert isinstance(model, KeelForCausalLM) and has_adapters(model)
+    for name, weight in host.host.named_parameters():  # LoRA's maps are in between in the names of the wrapped ones
+        assert torch.equal(weight, dict(_plain(model))[name])
+    return model
+
+
+def _plain(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name.replace(".base_layer", ""), p) for name, p in model.host.named_parameters() if "lora_" not in name]
+
+
+def question_data() -> QuestionData:
+    return QuestionData(
+        train=QUESTIONS[2:], valid=QUESTIONS[:2], reader=reader_of(TOKENIZER, source=cases.MadeUpSource()), num_layers=2
+    )
+
+
+class _Data:
+    """What ``train`` needs of the text besides its windows, which no phase here reads."""
+
+    tokenizer = TOKENIZER
+
+
+def test_what_learns_in_which_phase(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    for phase in recipe().phases_of("gtca"):
+        set_trainable(model, phase.trainable)
+        learning = [name for name, p in model.named_parameters() if p.requires_grad]
+        kinds = {"lora" if "lora_" in name else name.split(".")[0] for name in learning}
+        assert kinds == {"adaptation": {"lora"}, "structure": {"streams"}, "joint": {"lora", "streams"}}[phase.name]
+
+
+def test_lambda_rises_from_the_first_step_of_its_phase(tmp_path: Path) -> None:
+    model = cases.model(len(TOKENIZER), tree_scope="sentence")
+    stream, phases = model.streams["tree"], recipe().phases_of("gtca")
+    set_ramp(model, phases[1].model_copy(update={"steps": 20}), first_step=100)
+    found = []
+    for step in (100, 105, 110, 119):
+        model.set_step(step)
+        found.append(float(stream.coefficient()))
+    assert found == pytest.approx([0.0, 0.5, 1.0, 1.0])
+    set_ramp(model, phases[2], first_step=120)
+    model.set_step(0)
+    assert stream.coefficient() == 1.0
+
+
+def test_a_batch_of_questions_brings_trees_and_mask() -> None:
+    data, phases = question_data(), recipe().phases_of("gtca")
+    train_set, valid = data.samples(phases[1])
+    assert len(train_set) == 6 and len(valid) == 2
+    batch = train_set.collate([train_set[0], train_set[4]])
+    first = batch["labels"][0]
+    said = TOKENIZER.decode(first[first >= 0])
+    assert said == QUESTIONS[2].continuations()[QUESTIONS[2].answer]
+    assert set(batch["trees"]) >= {"left", "right", "height"} and batch["trees"]["left"].shape[0] == 2
+    hidden = TOKENIZER.decode(batch["input_ids"][0][: batch["update_mask"].shape[1]][~batch["update_mask"][0]])
+    assert "Instruction" in hidden and "asleep" not in hidden
+    bare, _ = data.samples(phases[0])
+    assert "trees" not in bare.collate([bare[0]])
+    with pytest.raises(KeelError, match="none has at most 5 tokens"):
+        data.samples(phases[0].model_copy(update={"window": 5}))
+
+
+def test_merged_adapters_compute_the_same(tmp_path: Path) -> None:
+    model = cases.model(len(TOKENIZER), tree_scope="sentence")
+    add_adapters(model.host, Adapters(rank=2))
+    ids = torch.arange(12)[None]
+    before = model(ids).logits
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    tuned = model(ids).logits
+    assert (tuned - before).abs().max() > 1e-2
+    merge_adapters(model)
+    assert not has_adapters(model)
+    torch.testing.assert_close(model(ids).logits, tuned, rtol=0, atol=1e-9)
+
+
+def test_stages_resume_where_they_stopped(tmp_path: Path) -> None:
+    phases = recipe().phases_of("gtca")
+
+    def run(name: str, *, resume: bool, stop: bool = False) -> Any:
+        def progress(event: dict[str, Any]) -> None:
+            if stop and event.get("phase") == "structure" and event["event"] == "step" and event["step"] == 2:
+                raise KeyboardInterrupt
+
+        return train(
+            built(tmp_path), _Data(), phases, arm="gtca", seed=0, folder=tmp_path / name, device="cpu", resume=resume,
+            progress=progress, questions=question_data(),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    report = run("whole", resume=False)
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", resume=False, stop=True)
+    run("parts", resume=True)
+    whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and not any("lora" in name for name in whole)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    start = built(tmp_path)
+    assert any(
+        not torch.equal(weight, whole[f"host.{name}"]) for name, weight in _plain(start) if f"host.{name}" in whole
+    )
+    assert not torch.equal(start.streams["tree"].weight_height, whole["streams.tree.weight_height"])
+    assert len(report.log) == 3 and report.params_trainable < report.params_total
+    KeelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no host": ({"arms": {"gtca": {"host_of": "hots"}}}, "no arm 'hots' trains a host of its own; did you mean 'host'"),
+    "no adapters": ({"arms": {"gtca": {"adapters": None}}}, "a phase trains adapters, but the arm has none"),
+    "no trees": ({"arms": {"gtca": {"trees": None}}}, "stream 'tree' reads trees, name their source"),
+    "unknown trees": ({"arms": {"gtca": {"trees": {"source": "left"}}}}, "unknown 'left'"),
+    "useless adapters": ({"arms": {"host": {"adapters": {}}}}, "no phase trains them"),
+    "a parser from nothing": ({"trees": {"parsers": {"a": {}}}}, "parsers need a treebank"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_what_contradicts_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        recipe(**changes)
+
+
+def test_questions_to_learn_and_to_validate_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "\n".join(f'{{"question": "{n}?", "choices": ["a", "b"], "answer": 0}}' for n in range(20))
+    (tmp_path / "m.jsonl").write_text(rows, encoding="utf-8")
+    learnt, valid = training_questions(TrainingQuestions(mmlu=str(tmp_path / "m.jsonl"), valid=4))
+    assert len(learnt) == 16 and len(valid) == 4 and not set(learnt) & set(valid)
