@@ -229,9 +229,13 @@ class DynamicStateStream(Stream):
         dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
         flow.parts = self._token_parts(flow, _as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
         self._recur(flow)
-        delta_BTD = flow.states["s"] @ _as(self.integration, dtype).T
+        write_KD = _as(self.integration, dtype).T
         if self.config.init == "identity":
-            delta_BTD = delta_BTD * self.gate
+            write_KD = write_KD * self.gate
+        if not flow.guarded and dtype == hidden_BTD.dtype:
+            rows_ND, states_NK = hidden_BTD.flatten(0, 1), flow.states["s"].flatten(0, 1)
+            return torch.addmm(rows_ND, states_NK, write_KD).view_as(hidden_BTD)
+        delta_BTD = flow.states["s"] @ write_KD
         if not flow.guarded:
             return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
         reliance_BT1 = flow.states["governor"][..., -1:]
@@ -239,21 +243,24 @@ class DynamicStateStream(Stream):
         return torch.where(reliance_BT1 > 0, written_BTD, hidden_BTD)
 
     def _token_parts(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
-        dtype, rows = hidden_BTD.dtype, self.hidden_rows
+        dtype = hidden_BTD.dtype
         products_BTP = F.linear(hidden_BTD, _as(self.hidden_weight, dtype), _as(self.hidden_bias, dtype))
-        gates_BT3K = products_BTP[..., rows["gates"]]
+        # Split and not sliced: the gradients of slices are as many tensors of the whole width.
+        pieces = products_BTP.split([rows.stop - rows.start for rows in self.hidden_rows.values()], -1)
+        of = dict(zip(self.hidden_rows, pieces, strict=True))
+        gates_BT3K, query_BTK = of["gates"], of["alignment"]
         if self.config.tpc_input == "hidden_state_residual":
-            gates_BT3K = gates_BT3K + residual_BTD @ _as(self.residual_weight, dtype).T
-        query_BTK = products_BTP[..., rows["alignment"]]
+            residual_ND, weight_D3K = residual_BTD.flatten(0, 1), _as(self.residual_weight, dtype).T
+            gates_BT3K = torch.addmm(gates_BT3K.flatten(0, 1), residual_ND, weight_D3K).view_as(gates_BT3K)
         if self.config.noise == "hidden":
-            raw_BT1 = products_BTP[..., rows["noise"]]
+            raw_BT1 = of["noise"]
         else:
             length_BT1 = torch.linalg.vector_norm(residual_BTD, dim=-1, keepdim=True)
             raw_BT1 = length_BT1 * self.noise_weight + self.noise_bias
         return TokenParts(
             gates_BT3K,
             query_BTK / norm(query_BTK),
-            products_BTP[..., rows["coherence"]],
+            of["coherence"],
             noise(raw_BT1, self.config.noise_floor),
             self._substrate(flow, hidden_BTD),
         )
