@@ -23,7 +23,7 @@ from keel.evaluation.masked import masked_scores
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import selective
 from keel.evaluation.support import support_tokens
-from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
+from keel.experiment.downstream import measure_glue, measure_holmes, measure_linguistic, measure_mteb, measure_squad
 from keel.experiment.encoder_views import measure_inter_model
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE
 from keel.experiment.probed import (
@@ -295,4 +295,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "linguistic": measure_linguistic,
     "glue": measure_glue,
     "squad": measure_squad,
+    "holmes": measure_holmes,
+    "mteb": measure_mteb,
 }

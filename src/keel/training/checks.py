@@ -199,7 +199,7 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     wanted = recipe.evaluation
     if wanted.masked is not None:
         read["evaluation.masked.length:"] = wanted.masked.length
-    for name in ("linguistic", "glue", "squad"):
+    for name in ("linguistic", "glue", "squad", "holmes", "mteb"):
         if (section := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length:"] = section.length
     for name in ("position_probe", "heads", "inter_model"):
