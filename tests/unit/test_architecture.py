@@ -129,7 +129,7 @@ def declared_dependencies() -> set[str]:
     """Import names of the packages that pyproject.toml lists as dependencies."""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     names = {re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0].lower() for line in lines}
-    return {{"pyyaml": "yaml"}.get(name, name) for name in names} | {
+    return {{"pyyaml": "yaml", "scikit-learn": "sklearn"}.get(name, name) for name in names} | {
         "pydantic_core",
         "markupsafe",
     }  # parts of pydantic and jinja2

@@ -86,9 +86,8 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     needs = {name: "text" for name in ("extrapolation", "last_word", "blocks", "geometry", "span")}
-    needs |= dict.fromkeys(
-        ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad"), "masked text"
-    )
+    of_encoders = ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad", "holmes", "mteb")
+    needs |= dict.fromkeys(of_encoders, "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
