@@ -26,7 +26,7 @@ from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
 from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
-from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
+from keel.experiment.downstream import measure_glue, measure_holmes, measure_linguistic, measure_mteb, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
 from keel.experiment.encoder_views import measure_inter_model
 from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
@@ -347,4 +347,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "cloze": measure_cloze,
     "leak": measure_leak,
     "syntax": measure_syntax,
+    "holmes": measure_holmes,
+    "mteb": measure_mteb,
 }
