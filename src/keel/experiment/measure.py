@@ -213,8 +213,8 @@ def _robustness(subject: Subject) -> list[ItemMetric]:
 
 
 def _prior(subject: Subject) -> MarginPrior | None:
-    priors = (stream for stream in subject.model.wires.streams.values() if isinstance(stream, MarginPrior))
-    return next(priors, None)
+    found = subject.model.wires.first(MarginPrior)
+    return None if found is None else found[1]
 
 
 def _selective(subject: Subject) -> list[ItemMetric]:
@@ -300,7 +300,7 @@ def _completion(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.completion
     assert wanted is not None and isinstance(subject.data, TaskData)
     # A corrupted stream shows how much the arm leans on it; an arm without one has nothing to corrupt.
-    has_stream = any(isinstance(stream, StructuralStream) for stream in subject.model.wires.streams.values())
+    has_stream = subject.model.wires.first(StructuralStream) is not None
     return completion(
         subject.model,
         subject.data,
