@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from keel.errors import KeelError
 
+Made = TypeVar("Made", bound=tuple[Tensor, ...])
 MEASURES = ("coherence", "alignment", "noise", "continuity", "substrate", "update", "change")
 """The signals as measured, before any remedy; ``change`` is the length of s_{t+1} - s_t."""
 FAILURES = (
@@ -152,7 +153,27 @@ def _margins() -> list[list[float]]:
     return [[row.get(measure, 0.0) for row in by_failure] for measure in MEASURES]
 
 
-@functools.lru_cache(maxsize=32)
+def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Keep the tensors that a function makes of its arguments. What it makes for a tracer (compile, export) is not kept: a tracer's
+    stand-ins for tensors must not outlive it.
+    """
+    known: dict[tuple[object, ...], Made] = {}
+
+    @functools.wraps(make)
+    def found(*arguments: object) -> Made:
+        if torch.compiler.is_compiling():
+            return make(*arguments)
+        if arguments not in known:
+            made = make(*arguments)
+            if any(type(tensor) is not Tensor for tensor in made):
+                return made
+            known[arguments] = made
+        return known[arguments]
+
+    return found
+
+
+@made_once
 def detectors(config: SafeguardConfig, dtype: torch.dtype, device: torch.device) -> Detectors:
     """Return the thresholds as tensors, made once."""
     with torch.inference_mode(False):

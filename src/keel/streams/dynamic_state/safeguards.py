@@ -8,7 +8,6 @@ Shapes: B batch, K state size, Q numbers of the governor's memory.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from keel.streams.dynamic_state.dynamics import (
     signals_of,
     temporal_core,
 )
-from keel.streams.dynamic_state.governor import SIZES, Memory, detect, detectors, govern, mode_of
+from keel.streams.dynamic_state.governor import SIZES, Memory, detect, detectors, govern, made_once, mode_of
 
 SMOOTHING = 0.1  # weight of the newest token in the moving average of T (§12.3)
 SHRINKING = 0.5  # γ of §12.7
@@ -42,7 +41,7 @@ class Guarded(NamedTuple):
     memory_BQ: Tensor
 
 
-@functools.lru_cache(maxsize=32)
+@made_once
 def waves(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return frequencies and phases of §12.8's η: sines of a row's age, so that a rollback and a rerun meet the same ones.
 
