@@ -30,7 +30,7 @@ def main() -> None:
     device, size = timing.prepare(given), models.SIZES[given.size]
     host = models.bare_host(size, positions=given.prompt_tokens + given.new_tokens)
     built = {"host": host, **{cell: models.with_stream(host, cell, shared=True) for cell in CELLS}}
-    built[GUARDED] = models.with_dynamic_state(host)
+    built[GUARDED] = models.with_dynamic_state(host, shared=True)
     prompt_BT = torch.randint(0, size.vocabulary, (given.batch, given.prompt_tokens), device=device)
     arms = {
         name: decoding(

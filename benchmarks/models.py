@@ -70,9 +70,9 @@ def with_stream(host: LlamaForCausalLM, cell: str, copied: bool = True, shared: 
     return model
 
 
-def with_dynamic_state(host: LlamaForCausalLM) -> keel.KeelForCausalLM:
-    """Return a copy of the host, with its own tensors, beside a dynamic state path that writes, under safeguards."""
-    weights = {id(parameter): parameter for parameter in host.parameters()}
+def with_dynamic_state(host: LlamaForCausalLM, shared: bool = False) -> keel.KeelForCausalLM:
+    """Return a copy of the host, as ``with_stream`` does, beside a dynamic state path that writes, under safeguards."""
+    weights = {id(parameter): parameter for parameter in host.parameters()} if shared else {}
     model = keel.attach(copy.deepcopy(host, weights), keel.DynamicStateStream(safeguards={}))
     nn.init.normal_(model.streams["dynamic_state"].gate, std=0.1)
     return model

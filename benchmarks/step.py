@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ARMS = ("gru", "diagonal", "scan", "x-transformers")
+ARMS = ("gru", "diagonal", "scan", "dynamic state", "x-transformers")
 TARGETS = {
     "gru": timing.Target(most=1.25),
     "diagonal": timing.Target(most=1.10),
     "scan": timing.Target(most=1.10),
+    "dynamic state": timing.Target(most=1.25),
 }
 PEER = timing.Target(least=1.0)
 
@@ -51,8 +52,12 @@ def main() -> None:
 def build(size: models.Size, arms: list[str], device: torch.device) -> dict[str, nn.Module]:
     host = models.bare_host(size, positions=size.length)
     built: dict[str, nn.Module] = {"host": host}
+    others = {
+        "x-transformers": lambda: models.x_transformer(size),
+        "dynamic state": lambda: models.with_dynamic_state(host),
+    }
     for name in arms:
-        built[name] = models.x_transformer(size) if name == "x-transformers" else models.with_stream(host, name)
+        built[name] = others[name]() if name in others else models.with_stream(host, name)
     return {name: model.to(device).train() for name, model in built.items()}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from keel.errors import KeelError
 from keel.hosts import HostShape
 from keel.streams import stream_from_config
-from keel.streams.dynamic_state import DynamicStateStream, reference_dynamic_state
+from keel.streams.dynamic_state import DynamicStateStream, recurrence, reference_dynamic_state
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
@@ -149,3 +149,16 @@ def test_attaching_is_bitwise_identity_and_the_gate_opens_it() -> None:
 def test_a_wrong_field_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         stream_from_config({"type": "dynamic_state", **fields})
+
+
+def test_the_steps_run_on_one_thread_and_give_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, steps = [], recurrence._forward_steps
+    monkeypatch.setattr(recurrence, "_forward_steps", lambda *of: seen.append(torch.get_num_threads()) or steps(*of))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        hidden, residual, state = given_inputs()
+        run(make_stream(), hidden, residual, state)[0].sum().backward()
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

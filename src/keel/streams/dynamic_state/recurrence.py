@@ -14,6 +14,8 @@ gate buffer [B, 4K] (new from the TPC, reset, update, new from the input).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,20 @@ def dynamic_state_recurrence(
     return states_TB2K.transpose(0, 1)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let one thread do the steps: their products are too small to share, and a second one would only spin beside it."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _gate_weight(state_3KK: Tensor, tpc_3KK: Tensor) -> Tensor:
     """Return the weight [2K, 4K] that takes [TPC, s] to a gate buffer."""
     size = tpc_3KK.shape[1]
@@ -88,10 +104,11 @@ def dynamic_state_forward(
     gates[..., 3 * size :] = gates_TB3K[..., 2 * size :]
     reset = [] if keep_TB is None else (keep_TB == 0).any(1).nonzero().flatten().tolist()
     states = query_TBK.new_empty(length, batch, 2 * size)
-    _forward_steps(
-        rows, gates, coherence_TB1, factors_TB2, _gate_weight(state_3KK, tpc_3KK),
-        direction_KK.T.contiguous(), coherence_K, keep_TB, set(reset), states,
-    )  # fmt: skip
+    with _one_thread():
+        _forward_steps(
+            rows, gates, coherence_TB1, factors_TB2, _gate_weight(state_3KK, tpc_3KK),
+            direction_KK.T.contiguous(), coherence_K, keep_TB, set(reset), states,
+        )  # fmt: skip
     if not save:
         rows, gates = query_TBK.new_empty(0), query_TBK.new_empty(0)
     return states, rows, gates
@@ -228,21 +245,22 @@ def dynamic_state_backward(
     tpc_rows = grads[..., :size].unsqueeze(-2).unbind(0)
     throughs, takens = through_TB2K.unbind(0), taken_TB1.unbind(0)
     reset = set() if keep_TB is None else set((keep_TB == 0).any(1).nonzero().flatten().tolist())
-    for t in reversed(range(length)):
-        grad_tpc, before = from_tpcs[t + 1], steps[t]
-        torch.bmm(outers[t], columns[t], out=numbers[t])
-        torch.bmm(number_rows[t], jacobians[t], out=from_numbers)
-        torch.mul(from_states[t], takens[t], out=from_state)
-        grad_tpc.add_(to_tpc).addmm_(from_state, direction_KK)
-        gate_views[t].mul_(tpc_rows[t])
-        if t in reset:
-            assert keep_TB is not None
-            inside = torch.addcmul(gate_steps[t] @ gate_weight_4K2K, steps[t + 1], throughs[t])
-            inside[:, :size] += to_before
-            before.addcmul_(inside, keep_TB[t, :, None])
-        else:
-            before.addmm_(gate_steps[t], gate_weight_4K2K).addcmul_(steps[t + 1], throughs[t])
-            from_tpcs[t].add_(to_before)
+    with _one_thread():
+        for t in reversed(range(length)):
+            grad_tpc, before = from_tpcs[t + 1], steps[t]
+            torch.bmm(outers[t], columns[t], out=numbers[t])
+            torch.bmm(number_rows[t], jacobians[t], out=from_numbers)
+            torch.mul(from_states[t], takens[t], out=from_state)
+            grad_tpc.add_(to_tpc).addmm_(from_state, direction_KK)
+            gate_views[t].mul_(tpc_rows[t])
+            if t in reset:
+                assert keep_TB is not None
+                inside = torch.addcmul(gate_steps[t] @ gate_weight_4K2K, steps[t + 1], throughs[t])
+                inside[:, :size] += to_before
+                before.addcmul_(inside, keep_TB[t, :, None])
+            else:
+                before.addmm_(gate_steps[t], gate_weight_4K2K).addcmul_(steps[t + 1], throughs[t])
+                from_tpcs[t].add_(to_before)
     return grad_gates, grads, grad_numbers, grad_before
 
 

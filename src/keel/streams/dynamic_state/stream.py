@@ -17,6 +17,7 @@ Shapes: B batch, T tokens, D hidden size, K state size, R features of telemetry,
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Te
 from keel.streams.dynamic_state.token import RowResult, RowWeights, read_row, row_signals, row_weights
 from keel.streams.dynamic_state.turbulence import RANK, RATES, TurbulenceWeights, turbulence
 
+_VERSION = operator.attrgetter("_version")  # counts what changed a tensor in place
 FIRST_READINGS = ("hidden_state_residual", "residual_norm", "trajectory", "directional")
-"""Of ``tpc_input``, ``noise``, ``continuity`` and ``update``."""
+"""Of ``tpc_input``, ``noise``, ``continuity`` and ``update``; without turbulence one row of them is read by ``token.read_row``."""
 
 
 class DynamicStateFlow(Flow):
@@ -96,8 +98,11 @@ class DynamicStateStream(Stream):
         super().__init__(config, **fields)
         self.telemetry: Telemetry = ConstantTelemetry()
         self.truncation: int | None = None
+        of = self.config
+        readings = (of.tpc_input, of.noise, of.continuity, of.update)
+        self._reads_rows = readings == FIRST_READINGS and not of.turbulence
         # Put together from the parameters, behind those and their versions.
-        self._row_weights: tuple[list[tuple[Tensor, int]], RowWeights] | None = None
+        self._row_weights: tuple[list[Tensor], list[int], RowWeights] | None = None
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
@@ -182,18 +187,17 @@ class DynamicStateStream(Stream):
 
     def _is_one_row(self, hidden_BTD: Tensor, flow: DynamicStateFlow) -> bool:
         """Say whether ``token.read_row`` can read this: one row on a processor, without gradients; tokens of a prompt if guarded."""
-        config, inputs = self.config, flow.inputs
+        inputs = flow.inputs
         return (
             hidden_BTD.shape[0] == 1
             and not torch.is_grad_enabled()
-            and hidden_BTD.device.type == "cpu"
-            and (hidden_BTD.shape[1] == 1 or (config.safeguards is not None and not self.training))
+            and self._reads_rows
+            and (hidden_BTD.shape[1] == 1 or (self.config.safeguards is not None and not self.training))
             and inputs.attended_BT is None
             and inputs.document_starts_BT is None
+            and hidden_BTD.is_cpu
             and hidden_BTD.dtype == self.integration.dtype
             and hidden_BTD.dtype in (torch.float32, torch.float64)
-            and (config.tpc_input, config.noise, config.continuity, config.update) == FIRST_READINGS
-            and not config.turbulence
             and not self.telemetry.follows_tokens
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cpu")
@@ -228,13 +232,14 @@ class DynamicStateStream(Stream):
     def _weights_of_a_row(self, anew: bool) -> RowWeights:
         """Return the weights put together: at the beginning of every text, and where a parameter was changed since."""
         known = self._row_weights
-        if anew or known is None or any(tensor._version != version for tensor, version in known[0]):
+        if anew or known is None or known[1] != [*map(_VERSION, known[0])]:
             of: dict[str, Any] = {**self._parameters, **self._buffers}
             sign = 1.0 if self.config.substrate == "sigmoid" else -1.0
             with torch.inference_mode(False), torch.no_grad():
-                versions = [(tensor, tensor._version) for tensor in of.values()]
-                known = self._row_weights = versions, row_weights(of, self.hidden_rows, sign)
-        return known[1]
+                tensors = list(of.values())
+                weights = row_weights(of, self.hidden_rows, sign)
+                known = self._row_weights = tensors, [*map(_VERSION, tensors)], weights
+        return known[2]
 
     def _state_sizes(self, guarded: bool) -> dict[str, int]:
         size = self.config.state_size
