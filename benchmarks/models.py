@@ -70,6 +70,14 @@ def with_stream(host: LlamaForCausalLM, cell: str, copied: bool = True, shared: 
     return model
 
 
+def with_dynamic_state(host: LlamaForCausalLM) -> keel.KeelForCausalLM:
+    """Return a copy of the host, with its own tensors, beside a dynamic state path that writes, under safeguards."""
+    weights = {id(parameter): parameter for parameter in host.parameters()}
+    model = keel.attach(copy.deepcopy(host, weights), keel.DynamicStateStream(safeguards={}))
+    nn.init.normal_(model.streams["dynamic_state"].gate, std=0.1)
+    return model
+
+
 def x_transformer(size: Size) -> nn.Module:
     """Return the same architecture from x-transformers: rotary positions, RMSNorm, SwiGLU without biases, untied head."""
     from x_transformers import Decoder, TransformerWrapper

@@ -43,7 +43,8 @@ class StreamCacheLayer(CacheLayerMixin):
         self.memory: dict[str, State] = {}
         self.base: dict[str, State] = {}
         self.history: dict[str, State] = {}
-        self.signals: dict[str, State] = {}
+        self._signals: dict[str, State] = {}
+        self._new_signals: list[dict[str, State]] = []
         self.record_past = False
         self.seen = 0
 
@@ -60,11 +61,23 @@ class StreamCacheLayer(CacheLayerMixin):
         self.states = {name: dict(result.state) for name, result in results.items()}
         for name, result in results.items():
             _append(self.rows, name, result.rows)
-            _append(self.signals, name, dict(result.signals))
             if result.memory:
                 self.memory[name] = dict(result.memory)
+        new_signals = {name: dict(result.signals) for name, result in results.items() if result.signals}
+        if new_signals:
+            self._new_signals.append(new_signals)
         self.seen += num_tokens
         self.is_initialized = True
+
+    @property
+    def signals(self) -> dict[str, State]:
+        """Put together what passes left: at a look, since joining every signal at every token costs as much as the stream."""
+        for name in {name for signals in self._new_signals for name in signals}:
+            chunks = [self._signals.get(name, {}), *(signals.get(name, {}) for signals in self._new_signals)]
+            keys = dict.fromkeys(key for chunk in chunks for key in chunk)
+            self._signals[name] = {key: torch.cat([chunk[key] for chunk in chunks if key in chunk], 1) for key in keys}
+        self._new_signals = []
+        return self._signals
 
     def previous(self, name: str) -> State:
         """Return what a stream left behind, as its next pass is opened with."""
@@ -123,7 +136,8 @@ class StreamCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.rows, self.memory, self.signals = {}, {}, {}, {}
+        self.states, self.rows, self.memory = {}, {}, {}
+        self._signals, self._new_signals = {}, []
         self.base, self.history, self.seen = {}, {}, 0
 
     def offload(self) -> None:

@@ -407,6 +407,13 @@ class Scope(StrEnum):
     prefix = "prefix"
 
 
+class Engine(StrEnum):
+    """What parses a corpus; see ``keel.trees.build``."""
+
+    local = "local"
+    ray = "ray"
+
+
 @trees_app.command(name="train")
 def train_parser(
     file: Annotated[
@@ -442,7 +449,9 @@ def build_trees(
     corpus: Annotated[
         Path, typer.Argument(help="Text, one sentence or document a line, .gz or plain.", metavar="FILE")
     ],
-    source: Annotated[str, typer.Option(help="bracketed:FILE, treesitter:LANGUAGE or keel:PARSER.")],
+    source: Annotated[
+        str, typer.Option(help="bracketed:FILE, treesitter:LANGUAGE, keel:PARSER, stanza:LANGUAGE or benepar:MODEL.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="Checkpoint or folder with the model's fast tokenizer.")],
     out_file: Annotated[Path, typer.Option("--out", help="Cache; one that is there is added to.")] = Path(
         "trees.sqlite"
@@ -454,6 +463,9 @@ def build_trees(
         int | None, typer.Option(min=1, help="Longer rows are cut off there.", show_default="no limit")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that parse.")] = 1,
+    engine: Annotated[
+        Engine, typer.Option(help="local: processes of this machine; ray: Ray Data, also on many machines.")
+    ] = Engine.local,
 ) -> None:
     """Parse a corpus into a cache of trees. Stopped and started again, it goes on where it was.
 
@@ -461,7 +473,12 @@ def build_trees(
     """
     from keel import parsing
 
-    options: dict[str, Any] = {"scope": scope.value, "max_tokens": max_tokens, "workers": workers}
+    options: dict[str, Any] = {
+        "scope": scope.value,
+        "max_tokens": max_tokens,
+        "workers": workers,
+        "engine": engine.value,
+    }
     with Console(stderr=True).status("starting") as status:
         counts = parsing.build_cache(
             corpus, out_file, source=source, tokenizer=tokenizer, **options,

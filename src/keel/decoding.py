@@ -81,7 +81,8 @@ def posterior_predictive(
             "sample, noise >= 0 and no beams"
         )
     generator = torch.Generator(device=input_ids.device).manual_seed(seed)
-    prior = next((name for name, stream in model.wires.streams.items() if isinstance(stream, MarginPrior)), None)
+    found = model.wires.first(MarginPrior)
+    prior = None if found is None else found[0]
     cache = new_cache(model.host.config)
     average = AverageOverSamples(samples, cache, prior, generator, do_sample)
     if options.get("attention_mask") is not None:

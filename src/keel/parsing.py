@@ -11,7 +11,7 @@ from typing import Any
 from keel.data import load_tokenizer
 from keel.errors import KeelError
 from keel.trees.brackets import read_brackets
-from keel.trees.build import BuildCounts, BuildPlan, build
+from keel.trees.build import BuildCounts, BuildPlan, Engine, build
 from keel.trees.chunks import Scope
 from keel.trees.evalb import Constituent, score
 from keel.trees.parser import SpanParser, save_parser
@@ -80,6 +80,7 @@ def build_cache(
     scope: Scope = "sentence",
     max_tokens: int | None = None,
     workers: int = 1,
+    engine: Engine = "local",
     progress: Callable[[BuildCounts], object] | None = None,
 ) -> BuildCounts:
     """Parse every line of a text file into a cache; see ``keel.trees.build``.
@@ -90,7 +91,7 @@ def build_cache(
         raise KeelError(f"{corpus} is no file; give a text file (UTF-8, .gz or plain) with one row of the model a line")
     backend = load_tokenizer(tokenizer).backend_tokenizer.to_str()
     plan = BuildPlan(cache=cache, source=source, tokenizer=backend, scope=scope, max_tokens=max_tokens)
-    return build(_lines(corpus), plan, workers, progress)
+    return build(_lines(corpus), plan, workers, progress, engine)
 
 
 def _lines(path: Path) -> Iterator[str]:

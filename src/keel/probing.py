@@ -63,9 +63,10 @@ def probe_support(checkpoint: str, corpus: str, out: Path, *, length: int, seque
     prior, the curves of support tokens' Fig. 7.6, and the text itself, shaded (``tokens.html``).
     """
     model, tokenizer = _with_streams(checkpoint, device), load_tokenizer(checkpoint)
-    prior = next((stream for stream in model.wires.streams.values() if isinstance(stream, MarginPrior)), None)
-    if prior is None:
+    named = model.wires.first(MarginPrior)
+    if named is None:
         raise KeelError(f"checkpoint {checkpoint} has no margin prior; give one trained with the stream 'margin'")
+    prior = named[1]
     rows_NT = text_rows(checkpoint, corpus, length, sequences)
     found = support_tokens(model, prior, rows_NT, rank=prior.left.shape[0], device=_place(device))
     embed = model.get_input_embeddings()

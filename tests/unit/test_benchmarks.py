@@ -17,7 +17,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
     ("name", "options", "arms", "key"),
     [
         ("step", [], {"host", "gru", "diagonal", "scan", "x-transformers"}, "step"),
-        ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan"}, "decode"),
+        ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan", "dynamic state"}, "decode"),
         ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
         ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
         ("encoder", [], {"rope", "dstg"}, "encoder"),

@@ -26,10 +26,10 @@ from keel.evaluation import dta_metrics as dta
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.judges import TopicJudge, answer_probabilities, count_contradictions, planted_fact
 from keel.evaluation.rollout import Rollout, read_signals, roll_out
-from keel.evaluation.signals import dynamic_state_of
 from keel.evaluation.statistics import Array
 from keel.hosts import rewritten_layer_input
 from keel.model import KeelForCausalLM
+from keel.streams import DynamicStateStream
 from keel.streams.dynamic_state import Disturbance, TraceTelemetry, simulated_trace
 
 ESCALATION = (1.0, 2.0, 4.0, 8.0, 16.0)  # hidden noise in root mean squares, §11.10
@@ -85,7 +85,7 @@ def dta_suite(
     source = np.random.default_rng(0)
     noise_RT = torch.from_numpy(source.integers(len(tokenizer), size=(len(prompts_RT), sizes.noise))).to(device)
     interrupted = roll_out(model, [prompts_RT, sizes.around, noise_RT, sizes.around], seed=1)
-    if dynamic_state_of(model) is not None:
+    if model.wires.first(DynamicStateStream) is not None:
         values |= continuity_metrics(free)
         values |= interruption_metrics(interrupted)
         tell("a substrate that degrades", 2, 5)
@@ -156,7 +156,7 @@ def interruption_metrics(interrupted: Rollout) -> dict[str, list[float]]:
 
 def substrate_metrics(model: KeelForCausalLM, ids_RT: Tensor) -> dict[str, list[float]]:
     """SSS, GDI and SSR: rows are read on a healthy machine and on one whose middle third is under memory pressure."""
-    found = dynamic_state_of(model)
+    found = model.wires.first(DynamicStateStream)
     assert found is not None
     length = ids_RT.shape[1]
     third = length // 3

@@ -23,7 +23,6 @@ from torch import Tensor
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.scoring import evaluating
-from keel.evaluation.signals import dynamic_state_of
 from keel.model import KeelForCausalLM
 from keel.streams import DynamicStateStream
 from keel.streams.dynamic_state import FAILURES, TraceTelemetry
@@ -67,7 +66,7 @@ def fault_table(
         progress: called with a fault's name and the number of faults done.
     Raises: KeelError for a model without safeguards, or too short a text.
     """
-    found = dynamic_state_of(model)
+    found = model.wires.first(DynamicStateStream)
     if found is None or found[1].config.safeguards is None:
         raise KeelError("faults: the model has no dynamic state path with safeguards; give it one")
     if rows_NT.shape[1] < tokens_needed():
@@ -87,7 +86,7 @@ def fault_table(
 
 def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
     """Inject one fault into one row and say what happened."""
-    found = dynamic_state_of(model)
+    found = model.wires.first(DynamicStateStream)
     assert found is not None
     name, stream = found
     length = STANDSTILL_TOKENS if mode == "fixed_point_collapse" else FAULT_TOKENS

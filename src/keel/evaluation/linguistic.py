@@ -28,8 +28,8 @@ from keel.evaluation.linguistic_tasks import Example, Probe
 from keel.evaluation.states import Vectors, layer_vectors
 
 # An inverse penalty of logistic regression and a penalty of ridge regression; channels are standardised.
-_STRENGTHS = (0.003, 0.03, 0.3)
-_RIDGE = tuple(10.0**power for power in range(5))
+STRENGTHS = (0.003, 0.03, 0.3)
+RIDGE = tuple(10.0**power for power in range(5))
 _ITERATIONS = 200
 _HELD_OUT = 0.2  # of the examples to fit, to choose the penalty on
 _WORDS_A_SEED = 5000
@@ -105,7 +105,7 @@ def probe_metrics(probe: Probe, layers: Sequence[Vectors], *, seeds: int) -> lis
 
     found: dict[str, Labels] = {}
     for layer, states_ND in enumerate(layers):
-        scaled_ND = _standardised(states_ND, count)
+        scaled_ND = standardised(states_ND, count)
         found[f"@layer{layer}"] = read(scaled_ND, train.labels_N, test.labels_N)
         if layer == len(layers) - 1:
             found = {"": found[f"@layer{layer}"], **found}
@@ -192,14 +192,15 @@ def _sample(count: int, seed: int) -> NDArray[np.int64]:
     return order[: min(_WORDS_A_SEED, max(2, round(0.8 * count)))]
 
 
-def _standardised(states_ND: Vectors, count: int) -> Vectors:
+def standardised(states_ND: Vectors, count: int) -> Vectors:
+    """Return states whose channels have mean 0 and standard deviation 1 over the first ``count`` rows."""
     middle_D, scale_D = states_ND[:count].mean(axis=0), states_ND[:count].std(axis=0)
     return (states_ND - middle_D) / np.where(scale_D > 1e-6, scale_D, 1.0)
 
 
 def _fit(states_ND: Any, labels_N: Labels, numeric: bool, penalty: float | None) -> tuple[Any, float]:
     """Return a fitted reader and its penalty, which is chosen on held-out examples where it is None."""
-    make = _ridge if numeric else _logistic
+    make = ridge if numeric else logistic
     if penalty is None:
         held = max(1, round(_HELD_OUT * len(labels_N)))
 
@@ -207,11 +208,12 @@ def _fit(states_ND: Any, labels_N: Labels, numeric: bool, penalty: float | None)
             guess_N = make(states_ND[held:], labels_N[held:], candidate).predict(states_ND[:held])
             return float(_score(guess_N, labels_N[:held], labels_N[held:], numeric).sum())
 
-        penalty = max(_RIDGE if numeric else _STRENGTHS, key=found)
+        penalty = max(RIDGE if numeric else STRENGTHS, key=found)
     return make(states_ND, labels_N, penalty), penalty
 
 
-def _ridge(states_ND: Any, labels_N: Labels, penalty: float) -> Any:
+def ridge(states_ND: Any, labels_N: Labels, penalty: float) -> Any:
+    """Return a fitted ridge regression; ``penalty`` is one of ``RIDGE`` or like them."""
     return Ridge(alpha=penalty).fit(states_ND, labels_N)
 
 
@@ -226,7 +228,8 @@ class _Constant:
         return np.array([self.label] * states_ND.shape[0], dtype=object)
 
 
-def _logistic(states_ND: Any, labels_N: Labels, strength: float) -> Any:
+def logistic(states_ND: Any, labels_N: Labels, strength: float) -> Any:
+    """Return a fitted logistic regression; ``strength`` is one of ``STRENGTHS`` or like them."""
     if len(set(labels_N.tolist())) == 1:
         return _Constant(labels_N[0])
     with warnings.catch_warnings():

@@ -38,12 +38,6 @@ SCORES = {
 }
 
 
-def dynamic_state_of(model: Any) -> tuple[str, DynamicStateStream] | None:
-    """Return the dynamic state path of a model with its name, None where there is none."""
-    streams = getattr(getattr(model, "wires", None), "streams", {})
-    return next(((name, s) for name, s in streams.items() if isinstance(s, DynamicStateStream)), None)
-
-
 def auroc_terms(score: Sequence[Array], positive: Sequence[Any], negative: Sequence[Any]) -> tuple[Array, Array]:
     """Return what each window adds to numerator and denominator of the AUROC, [W] each; the value is the ratio of their sums.
 
@@ -73,7 +67,7 @@ def token_scores(model: KeelForCausalLM, batch: Mapping[str, Tensor]) -> dict[st
 
     The first token of a window has no surprisal and is left out.
     """
-    found = dynamic_state_of(model)
+    found = model.wires.first(DynamicStateStream)
     norms: list[Tensor] = []
     noisy = functools.partial(with_hidden_noise, batch["level"], batch["kind"], batch["noise_seed"])
 

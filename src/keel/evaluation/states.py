@@ -29,6 +29,7 @@ def layer_vectors(
     *,
     max_length: int,
     batch_size: int = 32,
+    last_only: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Vectors]:
     """Read texts with an encoder and average its states over places.
@@ -39,11 +40,11 @@ def layer_vectors(
         places: for every text the characters of each place; an empty list for one vector of the whole text. A place that the text
             was cut before gives zeros.
         max_length: tokens read of a text, [CLS] and [SEP] included.
+        last_only: keep the states after the last block alone.
         progress: called with the number of finished texts.
     Returns: an array [N, D] for every block, in order; N counts places over texts, or texts where they have none.
     """
     encoder = getattr(model, "base_model", model)
-    blocks: list[list[Tensor]] = []
     rows = [encode_text(tokenizer, text, max_length) for text in texts]
     order = sorted(range(len(texts)), key=lambda index: len(rows[index][0]))  # texts of a length share a batch
     found: list[list[Tensor]] = [[] for _ in texts]
@@ -51,13 +52,13 @@ def layer_vectors(
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             states = _states(encoder, tokenizer, [rows[index][0] for index in chosen])
+            states = states[-1:] if last_only else states
             for row, index in enumerate(chosen):
                 averages_NT = _averages(rows[index][1], places[index])
                 found[index] = [averages_NT @ state_BTD[row, : averages_NT.shape[1]] for state_BTD in states]
             if progress is not None:
                 progress(start + len(chosen))
-    blocks = [list(layer) for layer in zip(*found, strict=True)]
-    return [torch.cat(layer).numpy() for layer in blocks]
+    return [torch.cat(layer).numpy() for layer in zip(*found, strict=True)]
 
 
 def encode_text(

@@ -15,7 +15,9 @@ from keel.data.squad import divide_by_article, load_squad
 from keel.encoder import DstgForMaskedLM, DstgForQuestionAnswering, DstgForSequenceClassification
 from keel.errors import KeelError
 from keel.evaluation.downstream import PairTask, SpanTask, best_of_windows, squad_metrics
+from keel.evaluation.embedding import MeanPoolingEncoder, mteb_scores
 from keel.evaluation.finetuning import FineTuned, FineTuning, fine_tune
+from keel.evaluation.holmes import find_holmes, holmes_scores
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.linguistic import linguistic_scores
 from keel.evaluation.linguistic_tasks import make_probes
@@ -49,6 +51,32 @@ def measure_linguistic(subject: Subject) -> list[ItemMetric]:
         max_length=wanted.length,
         progress=subject.tell,
     )
+
+
+def measure_holmes(subject: Subject) -> list[ItemMetric]:
+    """The published datasets of Holmes (DSTG §5.4, Tables 5 and 6): ``holmes.<probe>``."""
+    wanted = subject.recipe.evaluation.holmes
+    assert wanted is not None
+    return holmes_scores(
+        subject.model,
+        subject.data.tokenizer,
+        find_holmes(wanted.source),
+        max_length=wanted.length,
+        progress=subject.tell,
+    )
+
+
+def measure_mteb(subject: Subject) -> list[ItemMetric]:
+    """Tasks of MTEB (DSTG §3.4, App. C.2): ``mteb.<task>``."""
+    wanted = subject.recipe.evaluation.mteb
+    assert wanted is not None
+    name = f"keel/{subject.recipe.name.replace('/', '-')}-{subject.arm}"
+    encoder = MeanPoolingEncoder(subject.model, subject.data.tokenizer, name=name, max_length=wanted.length)
+    metrics = []
+    for number, task in enumerate(wanted.tasks):
+        subject.tell(f"MTEB: {task}", number, len(wanted.tasks))
+        metrics += mteb_scores(encoder, [task])
+    return metrics
 
 
 def measure_glue(subject: Subject) -> list[ItemMetric]:

@@ -18,10 +18,11 @@ from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.judges import TopicJudge, documents_of
 from keel.evaluation.rollout import Rollout
 from keel.evaluation.scoring import evaluating, score_tokens
-from keel.evaluation.signals import dynamic_state_of, signal_quality
+from keel.evaluation.signals import signal_quality
 from keel.experiment.pictures import SIGNALS_FILE
 from keel.experiment.subject import Subject
 from keel.files import write_atomically
+from keel.streams import DynamicStateStream
 
 TIME_LINES = ("coherence", "alignment", "noise", "continuity", "substrate")
 
@@ -94,7 +95,7 @@ def measure_faults(subject: Subject) -> list[ItemMetric]:
     """The failure-mode table, for an arm with safeguards; nothing for another."""
     wanted = subject.recipe.evaluation.faults
     assert wanted is not None and isinstance(subject.data, TokenCorpus)
-    found = dynamic_state_of(subject.model)
+    found = subject.model.wires.first(DynamicStateStream)
     if found is None or found[1].config.safeguards is None:
         return []
     segments = evaluation_segments(subject.data.test, tokens_needed(), wanted.rows)

@@ -40,7 +40,9 @@ def keep_heads(subject: Subject, found: HeadInfluence) -> None:
         chosen += [(int(at) // shares.shape[1], int(at) % shares.shape[1]) for at in order]
     heads = list(dict.fromkeys(chosen))
     first, last = ends_of(subject)
-    ids_T = torch.tensor([first, *_text(subject, _MAP_TOKENS - 2).tolist(), last])
+    wanted = subject.recipe.evaluation.heads
+    assert wanted is not None
+    ids_T = torch.tensor([first, *_text(subject, min(_MAP_TOKENS - 2, wanted.length)).tolist(), last])
     maps = component_maps(subject.model, ids_T, heads)
     tokens = subject.data.tokenizer.batch_decode(ids_T.unsqueeze(1))
     shown = [{name: np.round(part, 4).tolist() for name, part in each.items()} for each in maps]

@@ -26,7 +26,7 @@ from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
 from keel.evaluation.support import support_tokens
 from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
-from keel.experiment.downstream import measure_glue, measure_linguistic, measure_squad
+from keel.experiment.downstream import measure_glue, measure_holmes, measure_linguistic, measure_mteb, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
 from keel.experiment.encoder_views import measure_inter_model
 from keel.experiment.pictures import ATTENTION_FILE, RISK_FILE, SUPPORT_FILE
@@ -213,8 +213,8 @@ def _robustness(subject: Subject) -> list[ItemMetric]:
 
 
 def _prior(subject: Subject) -> MarginPrior | None:
-    priors = (stream for stream in subject.model.wires.streams.values() if isinstance(stream, MarginPrior))
-    return next(priors, None)
+    found = subject.model.wires.first(MarginPrior)
+    return None if found is None else found[1]
 
 
 def _selective(subject: Subject) -> list[ItemMetric]:
@@ -300,7 +300,7 @@ def _completion(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.completion
     assert wanted is not None and isinstance(subject.data, TaskData)
     # A corrupted stream shows how much the arm leans on it; an arm without one has nothing to corrupt.
-    has_stream = any(isinstance(stream, StructuralStream) for stream in subject.model.wires.streams.values())
+    has_stream = subject.model.wires.first(StructuralStream) is not None
     return completion(
         subject.model,
         subject.data,
@@ -347,4 +347,6 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "cloze": measure_cloze,
     "leak": measure_leak,
     "syntax": measure_syntax,
+    "holmes": measure_holmes,
+    "mteb": measure_mteb,
 }

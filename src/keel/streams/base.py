@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,9 @@ class Stream(nn.Module):
         return {"type": self.type_name, **dataclasses.asdict(self.config)}
 
 
+Kind = TypeVar("Kind", bound="Stream")
+
+
 class Wires:
     """What connects hooks in the host to the pass in progress.
 
@@ -153,6 +156,10 @@ class Wires:
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
         self.flows: dict[str, Flow] | None = None
+
+    def first(self, kind: type[Kind]) -> tuple[str, Kind] | None:
+        """Return the first stream of a kind with its name, None where there is none."""
+        return next(((name, stream) for name, stream in self.streams.items() if isinstance(stream, kind)), None)
 
     @contextmanager
     def carrying(self, flows: dict[str, Flow] | None) -> Iterator[None]:

@@ -102,9 +102,8 @@ def _check_data(recipe: Recipe) -> None:
                 build_config(CorpusConfig, fields, where)
     on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
     needs = dict.fromkeys((*on_text, "selective_words", "posterior", "signals", "dta", "faults"), "text")
-    needs |= dict.fromkeys(
-        ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad"), "masked text"
-    )
+    of_encoders = ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad", "holmes", "mteb")
+    needs |= dict.fromkeys(of_encoders, "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}
     task = recipe.data.task
     text = "text" if recipe.data.masking is None else "masked text"
@@ -220,7 +219,7 @@ def _check_lengths(recipe: Recipe, arm: str, most: int) -> None:
     wanted = recipe.evaluation
     if wanted.masked is not None:
         read["evaluation.masked.length:"] = wanted.masked.length
-    for name in ("linguistic", "glue", "squad"):
+    for name in ("linguistic", "glue", "squad", "holmes", "mteb"):
         if (section := getattr(wanted, name)) is not None:
             read[f"evaluation.{name}.length:"] = section.length
     for name in ("position_probe", "heads", "inter_model"):

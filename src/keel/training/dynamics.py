@@ -30,20 +30,12 @@ def disrupted_windows(data: TokenCorpus, phase: Phase, seed: int) -> DisruptedWi
     return DisruptedWindows(data.train, phase.window, phase.window_stride, data.tokenizer, config, seed=seed)
 
 
-def dynamic_state_of(model: nn.Module) -> tuple[str, DynamicStateStream] | None:
-    """Return the dynamic state path of a model with its name, None where there is none."""
-    if not isinstance(model, KeelForCausalLM):
-        return None
-    found = ((n, s) for n, s in model.wires.streams.items() if isinstance(s, DynamicStateStream))
-    return next(found, None)
-
-
 def prepare(model: KeelForCausalLM, phase: Phase) -> None:
     """Set what a phase lets learn: besides ``phase.trainable`` the parameters of the path it names, and the truncation.
 
     Raises: KeelError for a parameter that the path does not have.
     """
-    found = dynamic_state_of(model)
+    found = model.wires.first(DynamicStateStream)
     if found is None:
         return
     name, stream = found
@@ -78,7 +70,7 @@ def disrupted_pass(
         name.
     """
     inner: Any = getattr(model, "module", model)
-    found = dynamic_state_of(inner) if wanted.active else None
+    found: tuple[str, DynamicStateStream] | None = inner.wires.first(DynamicStateStream) if wanted.active else None
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("level", "kind", "noise_seed")}
     if not wanted.base:  # the head of the whole window would be computed for nothing
         inputs = {"input_ids": inputs["input_ids"], "logits_to_keep": 1}  # type: ignore[dict-item]

@@ -518,6 +518,30 @@ class Squad(FineTuned):
     length: Annotated[int, Field(ge=16)] = 384
 
 
+class Holmes(Section):
+    """The published probing datasets of Holmes or Flash-Holmes, read from an encoder's last block (``keel.evaluation.holmes``).
+
+    Attributes:
+        source: folder of the unpacked datasets, ``data:NAME`` or a path.
+        length: most tokens of a text, [CLS] and [SEP] included.
+    """
+
+    source: str = "data:flash-holmes"
+    length: Annotated[int, Field(ge=16)] = 512
+
+
+class Mteb(Section):
+    """Tasks of MTEB on mean-pooled states (``keel.evaluation.embedding``); it needs the extra ``mteb``, which downloads their data.
+
+    Attributes:
+        tasks: as mteb names them.
+        length: most tokens of a text, [CLS] and [SEP] included.
+    """
+
+    tasks: Annotated[list[str], Field(min_length=1)]
+    length: Annotated[int, Field(ge=16)] = 512
+
+
 class Gates(Section):
     """What the gates of a structural stream do: saturation by site and, on bracket strings, their correlation with depth.
 
@@ -579,6 +603,8 @@ class Evaluation(Section):
     linguistic: Linguistic | None = None
     glue: Glue | None = None
     squad: Squad | None = None
+    holmes: Holmes | None = None
+    mteb: Mteb | None = None
     gates: Gates | None = None
     geometry: Geometry | None = None
     span: Span | None = None

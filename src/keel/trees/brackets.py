@@ -14,14 +14,14 @@ _ESCAPES = {"-LRB-": "(", "-RRB-": ")", "-LCB-": "{", "-RCB-": "}", "-LSB-": "["
 _ROOTS = ("", "ROOT", "TOP", "S1")
 
 
-def optional(module: str, package: str) -> Any:
-    """Import a module of an optional package. Raises: KeelError saying what to install."""
+def optional(module: str, package: str, extra: str = "trees") -> Any:
+    """Import a module of an optional package, which is in this extra. Raises: KeelError saying what to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0]:
             raise
-        raise KeelError(f"reading trees needs the package {package}; pip install 'keel[trees]'") from error
+        raise KeelError(f"reading trees needs the package {package}; pip install 'keel[{extra}]'") from error
 
 
 def read_brackets(path: str | Path) -> list[Any]:

@@ -9,15 +9,18 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
+from keel.trees.build_ray import made_by_ray
 from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
 from keel.trees.chunks import Chunks, Scope
 from keel.trees.sources import TreeSource, open_source
 
+Engine = Literal["local", "ray"]
 _BATCH = 64  # texts a transaction; what a killed builder loses at most for each worker
 
 
@@ -63,11 +66,11 @@ class BuildCounts:
 class Builder:
     """Makes chunks of texts by a plan, in one process."""
 
-    def __init__(self, plan: BuildPlan) -> None:
+    def __init__(self, plan: BuildPlan, with_cache: bool = True) -> None:
         self.plan = plan
         self.tokenizer = Tokenizer.from_str(plan.tokenizer)
         self.source: TreeSource = open_source(plan.source)
-        self.cache = TreeCache(plan.cache)
+        self.cache = TreeCache(plan.cache) if with_cache else None
         self.making = Making(
             tokenizer=tokenizer_fingerprint(plan.tokenizer),
             source=self.source.name,
@@ -89,13 +92,18 @@ class Builder:
 
         return ids, make
 
+    def knows(self, text: str) -> bool:
+        """Return whether the cache has the row of a text, and has it whole."""
+        ids, _ = self.chunks(text)
+        return self.cache is not None and self.cache.get_key(self.making.key(ids), self.plan.scope) is not None
+
     def add(self, texts: list[str]) -> tuple[BuildCounts, list[tuple[bytes, bytes]]]:
         """Make the rows of those texts that the cache lacks, or holds damaged."""
         counts, rows = BuildCounts(), []
         for text in texts:
             ids, make = self.chunks(text)
             key = self.making.key(ids)
-            if self.cache.get_key(key, self.plan.scope) is not None:
+            if self.cache is not None and self.cache.get_key(key, self.plan.scope) is not None:
                 counts = counts.plus(BuildCounts(known=1))
                 continue
             try:
@@ -108,7 +116,11 @@ class Builder:
 
 
 def build(
-    texts: Iterable[str], plan: BuildPlan, workers: int = 1, progress: Callable[[BuildCounts], object] | None = None
+    texts: Iterable[str],
+    plan: BuildPlan,
+    workers: int = 1,
+    progress: Callable[[BuildCounts], object] | None = None,
+    engine: Engine = "local",
 ) -> BuildCounts:
     """Put the chunks of all texts into the cache; stopped and started again, it goes on where it was.
 
@@ -118,13 +130,15 @@ def build(
         texts: one row of the model each, a sentence or a document.
         workers: processes that parse; 1 parses in this one.
         progress: called with the counts so far after every batch.
+        engine: ``local`` for processes of this machine, ``ray`` for Ray Data, on the cluster that is there or one started here.
     Raises: KeelError for a source, tokenizer or cache that cannot be used; a text without a tree is counted.
     """
     if workers < 1:
         raise KeelError(f"building trees takes at least one worker, got {workers}")
     builder, total = Builder(plan), BuildCounts()
-    for counts, rows in _results(builder, texts, workers):
-        if rows:
+    made = _results(builder, texts, workers) if engine == "local" else made_by_ray(builder, _batched(texts), workers)
+    for counts, rows in made:
+        if rows and builder.cache is not None:
             builder.cache.put(builder.making, rows)
         total = total.plus(counts)
         if progress is not None:

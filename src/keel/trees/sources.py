@@ -1,6 +1,7 @@
 """Sources of trees: text in, trees out.
 
-A source is named in one word, as in a recipe: ``bracketed:FILE``, ``treesitter:python``, ``keel:FILE`` (our own parser).
+A source is named in one word, as in a recipe: ``bracketed:FILE``, ``treesitter:python``, ``keel:FILE`` (our own parser),
+``branching:right``, ``stanza:en``, ``benepar:benepar_en3``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from keel.errors import KeelError, suggest
 from keel.trees.brackets import optional, read_brackets, to_tree
 from keel.trees.branching import BranchingSource
+from keel.trees.external import BeneparSource, StanzaSource
 from keel.trees.trained import ParserSource
 from keel.trees.tree import Span, Tree
 
@@ -139,15 +141,18 @@ def _character_of_byte(text: str, raw: bytes) -> range | list[int]:
 
 
 _KINDS: dict[str, Any] = {
+    "benepar": BeneparSource,
     "bracketed": BracketedSource,
     "branching": BranchingSource,
     "keel": ParserSource,
+    "stanza": StanzaSource,
     "treesitter": TreeSitterSource,
 }
 
 
 def open_source(name: str) -> TreeSource:
-    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE``, ``treesitter:LANGUAGE`` or ``branching:right``.
+    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE``, ``treesitter:LANGUAGE``, ``branching:right``,
+    ``stanza:LANGUAGE`` or ``benepar:MODEL``.
 
     Raises: KeelError for an unknown kind, file or language, or a missing optional package.
     """

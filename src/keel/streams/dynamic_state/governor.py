@@ -114,6 +114,7 @@ class Memory(NamedTuple):
         instability: see ``SEVERITY``.
         timer: tokens until the row is active: 0 active, 1 to K cool-down, K + 1 safe mode.
         age: tokens seen.
+        mode: a ``Mode``.
         reliance: how much of the state's effect reaches the head: 1, less in a conservative row, 0 where it is frozen.
     """
 
@@ -124,10 +125,11 @@ class Memory(NamedTuple):
     instability: Tensor
     timer: Tensor
     age: Tensor
+    mode: Tensor
     reliance: Tensor
 
 
-SIZES = (len(MEASURES), len(FAILURES), len(FAILURES), 1, 1, 1, 1, 1)
+SIZES = (len(MEASURES), len(FAILURES), len(FAILURES), 1, 1, 1, 1, 1, 1)
 MEMORY_SIZE = sum(SIZES)
 
 

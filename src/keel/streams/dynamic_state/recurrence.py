@@ -9,7 +9,7 @@ Written for the first readings of ``DynamicStateConfig`` (trajectory, directiona
 Reference twin: ``reference_dynamic_state``; a shorter one: ``dynamics.step`` in a loop.
 
 Shapes: T tokens (time comes first here), B batch, K state size. A row [B, 4K] holds (M TPC, TPC, s, query of the next token); a
-gate buffer [B, 4K] (new from the TPC, reset, update, new from the input); numbers [B, 8] those named in ``_NUMBERS``.
+gate buffer [B, 4K] (new from the TPC, reset, update, new from the input).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def dynamic_state_forward(
     before_B2K: Tensor,
     keep_TB: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the recurrence. Returns the states [T, B, 2K] and, empty unless ``save``, rows, gates and numbers for the way back."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the recurrence. Returns the states [T, B, 2K] and, empty unless ``save``, rows and gates for the way back."""
     length, batch, size = query_TBK.shape
     rows = query_TBK.new_zeros(length + 1, batch, 4 * size)
     rows[0, :, size : 3 * size] = before_B2K
@@ -86,24 +86,20 @@ def dynamic_state_forward(
     gates[..., :size] = tpc_bias_3K[2 * size :]
     torch.add(gates_TB3K[..., : 2 * size], tpc_bias_3K[: 2 * size], out=gates[..., size : 3 * size])
     gates[..., 3 * size :] = gates_TB3K[..., 2 * size :]
-    numbers = query_TBK.new_empty(length, 3, batch, 1)  # I, the cosine of C before it is clamped, 2 T
-    lengths = query_TBK.new_zeros(length + 1, batch, 2)  # of p and TPC
     reset = [] if keep_TB is None else (keep_TB == 0).any(1).nonzero().flatten().tolist()
     states = query_TBK.new_empty(length, batch, 2 * size)
     _forward_steps(
-        rows, gates, numbers, lengths, coherence_TB1, factors_TB2, _gate_weight(state_3KK, tpc_3KK),
+        rows, gates, coherence_TB1, factors_TB2, _gate_weight(state_3KK, tpc_3KK),
         direction_KK.T.contiguous(), coherence_K, keep_TB, set(reset), states,
     )  # fmt: skip
     if not save:
-        rows, gates, numbers = (query_TBK.new_empty(0) for _ in range(3))
-    return states, rows, gates, numbers
+        rows, gates = query_TBK.new_empty(0), query_TBK.new_empty(0)
+    return states, rows, gates
 
 
 def _forward_steps(
     rows: Tensor,
     gates: Tensor,
-    numbers: Tensor,
-    lengths: Tensor,
     coherence_TB1: Tensor,
     factors_TB2: Tensor,
     gate_weight: Tensor,
@@ -113,7 +109,10 @@ def _forward_steps(
     reset: set[int],
     states: Tensor,
 ) -> None:
-    """Fill ``rows``, ``gates`` (with gate values), ``numbers``, ``lengths`` and ``states``."""
+    """Fill ``rows``, ``gates`` (with gate values) and ``states``.
+
+    What is one number a row has one buffer for all steps: the way back makes these numbers again, for all steps at once.
+    """
     batch, size = rows.shape[1], rows.shape[2] // 4
     pairs = rows[..., size : 3 * size].unbind(0)
     ps, tpcs, ss, _ = (part.unbind(0) for part in rows.split(size, -1))
@@ -121,45 +120,43 @@ def _forward_steps(
     both = rows[..., : 2 * size].view(-1, batch, 2, size).unbind(0)
     sigmoids = gates[..., size : 3 * size].unbind(0)
     from_tpc, resets, updates, news = (part.unbind(0) for part in gates.split(size, -1))
-    gate_steps = gates.unbind(0)
-    coherences, _, continuities = (number.unbind(0) for number in numbers.unbind(1))
+    factors, offsets = factors_TB2.unbind(0), coherence_TB1.unbind(0)
     # Inner products of a TPC with the row before it; of those with the TPC before and with the query, the cosines in place.
-    products = rows.new_empty(len(gates), batch, 4, 1)
-    inners, inner_pairs = products.unbind(0), products[:, :, 1::2].unbind(0)
-    with_before, with_query = products[:, :, 1].unbind(0), products[:, :, 3].unbind(0)
-    takes, keeps = (factor.unbind(0) for factor in factors_TB2.split(1, -1))
-    offsets = coherence_TB1.unbind(0)
-    length_p, length_tpc = (part.unbind(0) for part in lengths.split(1, -1))
-    length_steps, length_columns = lengths.unbind(0), lengths[..., 1:].unsqueeze(-1).unbind(0)
-    tpc_columns = rows[..., size : 2 * size].unsqueeze(-1).unbind(0)
+    inner = rows.new_empty(batch, 4, 1)
+    inner_pair, with_before, with_query = inner[:, 1::2], inner[:, 1], inner[:, 3]
+    length, length_before = rows.new_empty(batch, 2), rows.new_empty(batch, 2)  # of p and TPC
+    views = [(x, x[:, :1], x[:, 1:], x[:, 1:].unsqueeze(-1)) for x in (length_before, length)]
+    i, continuity, c, scaled = (rows.new_empty(batch, width) for width in (1, 1, 1, 2))
+    taken, retained = scaled.split(1, -1)
+    from_p = rows.new_empty(batch, size)
     coherence_K1 = coherence_K.unsqueeze(-1)
     one = rows.new_ones(())
-    torch.linalg.vector_norm(both[0], dim=-1, out=length_steps[0])
-    length_steps[0].add_(EPSILON)
-    for t, gate in enumerate(gate_steps):
+    torch.linalg.vector_norm(both[0], dim=-1, out=length_before).add_(EPSILON)
+    for t, gate in enumerate(gates.unbind(0)):
+        (before, _, tpc_before, _), (now, p_now, _, now_column) = views if t % 2 == 0 else reversed(views)
         if t in reset:
             assert keep_TB is not None
             if t:
                 states[t - 1] = pairs[t]
             pairs[t].mul_(keep_TB[t, :, None])
-            torch.linalg.vector_norm(both[t], dim=-1, out=length_steps[t]).add_(EPSILON)
+            torch.linalg.vector_norm(both[t], dim=-1, out=before).add_(EPSILON)
         gate.addmm_(pairs[t], gate_weight)
         sigmoids[t].sigmoid_()
         news[t].addcmul_(resets[t], from_tpc[t]).tanh_()
         tpc = tpcs[t + 1]
         torch.lerp(news[t], tpcs[t], updates[t], out=tpc)
         torch.mm(tpc, direction, out=ps[t + 1])
-        torch.linalg.vector_norm(both[t + 1], dim=-1, out=length_steps[t + 1]).add_(EPSILON)
-        torch.bmm(columns[t], tpc_columns[t + 1], out=inners[t])
-        torch.addmm(offsets[t], tpc, coherence_K1, out=coherences[t]).sigmoid_()
-        inner_pairs[t].div_(length_columns[t + 1])
-        torch.addcdiv(one, with_before[t], length_tpc[t], out=continuities[t])
-        retained = keeps[t] * continuities[t]
-        taken = with_query[t].clamp(0.0, 1.0).mul_(coherences[t]).mul_(continuities[t]).mul_(takes[t])
-        taken.div_(length_p[t + 1])
-        torch.addcmul(torch.mul(ps[t + 1], taken), ss[t], retained, out=ss[t + 1])
-    numbers[:, 1] = products[:, :, 3]
-    untouched = [t for t in range(len(gate_steps)) if t + 1 not in reset]
+        torch.linalg.vector_norm(both[t + 1], dim=-1, out=now).add_(EPSILON)
+        torch.bmm(columns[t], tpc.unsqueeze(-1), out=inner)
+        inner_pair.div_(now_column)
+        torch.addcdiv(one, with_before, tpc_before, out=continuity)
+        torch.mul(factors[t], continuity, out=scaled)
+        torch.addmm(offsets[t], tpc, coherence_K1, out=i).sigmoid_()
+        torch.clamp(with_query, 0.0, 1.0, out=c)
+        taken.mul_(i).mul_(c).div_(p_now)
+        torch.mul(ps[t + 1], taken, out=from_p)
+        torch.addcmul(from_p, ss[t], retained, out=ss[t + 1])
+    untouched = [t for t in range(len(gates)) if t + 1 not in reset]
     if reset:
         states[untouched] = rows[1:, :, size : 3 * size][untouched]
     else:
@@ -180,20 +177,20 @@ def _(
     before_B2K: Tensor,
     keep_TB: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     length, batch, size = query_TBK.shape
     states = query_TBK.new_empty(length, batch, 2 * size)
     if not save:
-        return states, query_TBK.new_empty(0), query_TBK.new_empty(0), query_TBK.new_empty(0)
+        return states, query_TBK.new_empty(0), query_TBK.new_empty(0)
     rows = query_TBK.new_empty(length + 1, batch, 4 * size)
-    return states, rows, query_TBK.new_empty(length, batch, 4 * size), query_TBK.new_empty(length, 3, batch, 1)
+    return states, rows, query_TBK.new_empty(length, batch, 4 * size)
 
 
 @torch.library.custom_op("keel::dynamic_state_backward", mutates_args=())
 def dynamic_state_backward(
     grad_states_TB2K: Tensor,
     local_TB4K: Tensor,
-    jacobian_TB2K2: Tensor,
+    jacobian_TB22K: Tensor,
     outer_TB2K: Tensor,
     through_TB2K: Tensor,
     taken_TB1: Tensor,
@@ -206,7 +203,7 @@ def dynamic_state_backward(
     Args:
         grad_states_TB2K: what the states after each token receive from outside.
         local_TB4K: d TPC / d what enters each gate.
-        jacobian_TB2K2: d g and d a (see ``dynamic_state_recurrence``) / d TPC and d the TPC before.
+        jacobian_TB22K: d g and d a (see ``dynamic_state_recurrence``) / d [TPC, the TPC before].
         outer_TB2K: p and the s before, whose inner products with the gradient of s are those of g and a. [T, B, 2, K]
         through_TB2K: the update gate and a: what TPC and s hand on of their own gradient.
         taken_TB1: g.
@@ -223,17 +220,20 @@ def dynamic_state_backward(
     gate_steps, steps = grad_gates.unbind(0), [grad_before, *grads.unbind(0)]
     from_tpcs = [grad_before[:, :size], *grads[..., :size].unbind(0)]
     from_states, columns = grads[..., size:].unbind(0), grads[..., size:].unsqueeze(-1).unbind(0)
-    numbers, outers, jacobians = grad_numbers.unbind(0), outer_TB2K.unbind(0), jacobian_TB2K2.unbind(0)
-    from_numbers = grads.new_empty(batch, double, 1)
-    to_tpc, to_before = from_numbers.squeeze(-1).split(size, -1)
+    numbers, outers, jacobians = grad_numbers.unbind(0), outer_TB2K.unbind(0), jacobian_TB22K.unbind(0)
+    number_rows = grad_numbers.transpose(2, 3).unbind(0)
+    from_numbers = grads.new_empty(batch, 1, double)
+    to_tpc, to_before = from_numbers.squeeze(1).split(size, -1)
+    from_state = grads.new_empty(batch, size)
     tpc_rows = grads[..., :size].unsqueeze(-2).unbind(0)
     throughs, takens = through_TB2K.unbind(0), taken_TB1.unbind(0)
     reset = set() if keep_TB is None else set((keep_TB == 0).any(1).nonzero().flatten().tolist())
     for t in reversed(range(length)):
         grad_tpc, before = from_tpcs[t + 1], steps[t]
         torch.bmm(outers[t], columns[t], out=numbers[t])
-        torch.bmm(jacobians[t], numbers[t], out=from_numbers)
-        grad_tpc.add_(to_tpc).addmm_(from_states[t] * takens[t], direction_KK)
+        torch.bmm(number_rows[t], jacobians[t], out=from_numbers)
+        torch.mul(from_states[t], takens[t], out=from_state)
+        grad_tpc.add_(to_tpc).addmm_(from_state, direction_KK)
         gate_views[t].mul_(tpc_rows[t])
         if t in reset:
             assert keep_TB is not None
@@ -250,7 +250,7 @@ def dynamic_state_backward(
 def _(
     grad_states_TB2K: Tensor,
     local_TB4K: Tensor,
-    jacobian_TB2K2: Tensor,
+    jacobian_TB22K: Tensor,
     outer_TB2K: Tensor,
     through_TB2K: Tensor,
     taken_TB1: Tensor,
@@ -266,13 +266,11 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, query, _, factors, state_3KK, tpc_3KK, _, coherence_K, direction, _, keep, _ = inputs
-    states, rows, gates, numbers = output
-    ctx.mark_non_differentiable(rows, gates, numbers)
+    _, query, offset, factors, state_3KK, tpc_3KK, _, coherence_K, direction, _, keep, _ = inputs
+    states, rows, gates = output
+    ctx.mark_non_differentiable(rows, gates)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        query, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates, numbers
-    )
+    ctx.save_for_backward(query, offset, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates)
 
 
 def _unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,29 +279,35 @@ def _unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return vectors / length.masked_fill(length == 0, 1.0), length + EPSILON
 
 
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
+
+
 def _backward(ctx: Any, grad_states: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_states is None:
         return (None,) * 12
-    query, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates, numbers = ctx.saved_tensors
+    query, offset, factors, state_3KK, tpc_3KK, coherence_K, direction, keep, states, rows, gates = ctx.saved_tensors
     size = query.shape[-1]
     p, (tpc, _), (_, tpc_0, s_0, _) = rows[1:, :, :size], states.split(size, -1), rows[:-1].split(size, -1)
     (unit_p, length_p), (unit_tpc, length), (unit_0, length_0) = _unit(p), _unit(tpc), _unit(tpc_0)
-    i, cosine, continuity = numbers.unbind(1)
+    both = length * length_0
+    i = torch.sigmoid(offset + tpc @ coherence_K.unsqueeze(-1))
+    cosine = _inner(query, tpc) / length  # of C, before it is clamped
+    continuity = 1 + _inner(tpc, tpc_0) / both  # 2 T
     take, keep_share = factors.split(1, -1)
     per_c = take * i * continuity / length_p  # g / C
     per_t = take * i * cosine.clamp(0.0, 1.0) / length_p  # g / 2 T
     taken, per_c = per_t * continuity, per_c * ((cosine >= 0) & (cosine <= 1))
     # d 2T / d TPC and / d the TPC before it
-    both = length * length_0
     t_after = tpc_0 / both - (continuity - 1) / length * unit_tpc
     t_before = tpc / both - (continuity - 1) / length_0 * unit_0
     g_after = taken * (1 - i) * coherence_K + per_c * (query - cosine * unit_tpc) / length + per_t * t_after
     g_after = g_after - taken / length_p * (unit_p @ direction)
-    g_and_a = torch.cat([g_after, per_t * t_before], -1), torch.cat([keep_share * t_after, keep_share * t_before], -1)
+    jacobian = torch.stack([g_after, per_t * t_before, keep_share * t_after, keep_share * t_before], -2)
     grad_gates, grads, grad_numbers, grad_before = dynamic_state_backward(
         grad_states.contiguous(),
         _local_gradients(gates, tpc_0),
-        torch.stack(g_and_a, -1),
+        jacobian.unflatten(-2, (2, 2)).flatten(-2),
         torch.stack([p, s_0], -2),
         torch.cat([gates[..., 2 * size : 3 * size], (keep_share * continuity).expand_as(p)], -1),
         taken,

@@ -23,7 +23,7 @@ from keel.streams.dynamic_state.dynamics import (
     signals_of,
     temporal_core,
 )
-from keel.streams.dynamic_state.governor import SIZES, Memory, detect, detectors, govern
+from keel.streams.dynamic_state.governor import SIZES, Memory, detect, detectors, govern, mode_of
 
 SMOOTHING = 0.1  # weight of the newest token in the moving average of T (§12.3)
 SHRINKING = 0.5  # γ of §12.7
@@ -43,7 +43,7 @@ class Guarded(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _waves(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def waves(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return frequencies and phases of §12.8's η: sines of a row's age, so that a rollback and a rerun meet the same ones.
 
     Multiples of the golden ratio lie far from each other and from common fractions, so no two channels go together for long.
@@ -85,8 +85,9 @@ def guarded_step(config: DynamicStateConfig, parts: TokenParts, weights: StepWei
     tpc_BK, state_BK, baseline_BK, discontinuity_B1 = torch.where(frozen_B1, old, new).split([size, size, size, 1], -1)
     reliance_B1 = torch.where(within_BF[:, 2:3], 1.0, CONSERVATIVE).masked_fill(frozen_B1, 0.0)
     now = Memory(
-        measures_BM, counts_BF, detected_BF, discontinuity_B1, instability_B1, timer_B1, memory.age + 1, reliance_B1
-    )
+        measures_BM, counts_BF, detected_BF, discontinuity_B1, instability_B1, timer_B1, memory.age + 1,
+        mode_of(limits, timer_B1), reliance_B1,
+    )  # fmt: skip
     return Guarded(tpc_BK, state_BK, baseline_BK, torch.cat(now, -1))
 
 
@@ -103,7 +104,7 @@ def _floored(config: DynamicStateConfig, measured: Signals, discontinuity_B1: Te
 
 def _nudged(towards_BK: Tensor, memory: Memory) -> Tensor:
     """Add §12.8's ε η, of length at most ε, where the state has stopped."""
-    frequency_K, phase_K = _waves(towards_BK.shape[-1], towards_BK.dtype, towards_BK.device)
+    frequency_K, phase_K = waves(towards_BK.shape[-1], towards_BK.dtype, towards_BK.device)
     wave_BK = torch.sin(torch.addcmul(phase_K, memory.age, frequency_K))
     amplitude_B1 = memory.detected[:, 6:7] * (NUDGE * towards_BK.shape[-1] ** -0.5)
     return torch.addcmul(towards_BK, wave_BK, amplitude_B1)

@@ -38,11 +38,15 @@ from keel.streams.dynamic_state.dynamics import (
     step,
     substrate_stability,
 )
-from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory, mode_of
+from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory
 from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
 from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
 from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
+from keel.streams.dynamic_state.token import RowResult, RowWeights, read_row, row_signals, row_weights
 from keel.streams.dynamic_state.turbulence import RANK, RATES, TurbulenceWeights, turbulence
+
+FIRST_READINGS = ("hidden_state_residual", "residual_norm", "trajectory", "directional")
+"""Of ``tpc_input``, ``noise``, ``continuity`` and ``update``."""
 
 
 class DynamicStateFlow(Flow):
@@ -56,11 +60,13 @@ class DynamicStateFlow(Flow):
     turbulent: State
     seen_BT: Tensor | None = None
     position_BT: Tensor | None = None
+    rows: list[RowResult]
 
     def __init__(self, inputs: PassInputs, state: State) -> None:
         self.inputs = inputs
         self.state = state
         self.turbulent = {}
+        self.rows = []
 
 
 class DynamicStateStream(Stream):
@@ -90,6 +96,8 @@ class DynamicStateStream(Stream):
         super().__init__(config, **fields)
         self.telemetry: Telemetry = ConstantTelemetry()
         self.truncation: int | None = None
+        # Put together from the parameters, behind those and their versions.
+        self._row_weights: tuple[list[tuple[Tensor, int]], RowWeights] | None = None
 
     def build(self, shape: HostShape) -> None:
         """See ``Stream.build``. One product of the hidden state gives the gates, the query of C, and the logits of I (and N)."""
@@ -164,11 +172,74 @@ class DynamicStateStream(Stream):
         if site == "final_norm_input":
             flow.residual_BTD = hidden_BTD
             return hidden_BTD
+        if self._is_one_row(hidden_BTD, flow):
+            return self._read_row(hidden_BTD, flow)
         device = hidden_BTD.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._run(hidden_BTD, flow)
         return self._run(hidden_BTD, flow)
+
+    def _is_one_row(self, hidden_BTD: Tensor, flow: DynamicStateFlow) -> bool:
+        """Say whether ``token.read_row`` can read this: one row on a processor, without gradients; tokens of a prompt if guarded."""
+        config, inputs = self.config, flow.inputs
+        return (
+            hidden_BTD.shape[0] == 1
+            and not torch.is_grad_enabled()
+            and hidden_BTD.device.type == "cpu"
+            and (hidden_BTD.shape[1] == 1 or (config.safeguards is not None and not self.training))
+            and inputs.attended_BT is None
+            and inputs.document_starts_BT is None
+            and hidden_BTD.dtype == self.integration.dtype
+            and hidden_BTD.dtype in (torch.float32, torch.float64)
+            and (config.tpc_input, config.noise, config.continuity, config.update) == FIRST_READINGS
+            and not config.turbulence
+            and not self.telemetry.follows_tokens
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def _read_row(self, hidden_1TD: Tensor, flow: DynamicStateFlow) -> Tensor:
+        assert flow.residual_BTD is not None
+        weights = self._weights_of_a_row(anew=hidden_1TD.shape[1] > 1 or not flow.state)
+        telemetry, before = self.telemetry.read(None).tolist(), self._row_before(hidden_1TD, flow)
+        if hidden_1TD.shape[1] == 1:
+            row = read_row(self.config, weights, hidden_1TD[0], flow.residual_BTD[0], telemetry, before)
+            flow.rows.append(row)
+            return hidden_1TD if row.written_1D is None else row.written_1D.unsqueeze(0)
+        written = []
+        for hidden_1D, residual_1D in zip(hidden_1TD[0].split(1), flow.residual_BTD[0].split(1), strict=True):
+            row = read_row(self.config, weights, hidden_1D, residual_1D, telemetry, before)
+            flow.rows.append(row)
+            written.append(hidden_1D if row.written_1D is None else row.written_1D)
+            before = row.states
+        return torch.cat(written).unsqueeze(0)
+
+    def _row_before(self, hidden_1TD: Tensor, flow: DynamicStateFlow) -> State:
+        """Return the states before a row's tokens; of a governor only where it is at work."""
+        guarded = self.config.safeguards is not None and not self.training
+        if "tpc" in flow.state and guarded == ("governor" in flow.state):
+            return flow.state
+        return {
+            name: flow.state[name] if name in flow.state else hidden_1TD.new_zeros(1, width)
+            for name, width in self._state_sizes(guarded).items()
+        }
+
+    def _weights_of_a_row(self, anew: bool) -> RowWeights:
+        """Return the weights put together: at the beginning of every text, and where a parameter was changed since."""
+        known = self._row_weights
+        if anew or known is None or any(tensor._version != version for tensor, version in known[0]):
+            of: dict[str, Any] = {**self._parameters, **self._buffers}
+            sign = 1.0 if self.config.substrate == "sigmoid" else -1.0
+            with torch.inference_mode(False), torch.no_grad():
+                versions = [(tensor, tensor._version) for tensor in of.values()]
+                known = self._row_weights = versions, row_weights(of, self.hidden_rows, sign)
+        return known[1]
+
+    def _state_sizes(self, guarded: bool) -> dict[str, int]:
+        size = self.config.state_size
+        more = {"baseline": size, "governor": MEMORY_SIZE} if guarded else {}
+        return {"tpc": size, "s": size, **more}
 
     def _run(self, hidden_BTD: Tensor, flow: DynamicStateFlow) -> Tensor:
         assert flow.residual_BTD is not None
@@ -176,9 +247,13 @@ class DynamicStateStream(Stream):
         dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
         flow.parts = self._token_parts(flow, _as(hidden_BTD, dtype), _as(flow.residual_BTD, dtype))
         self._recur(flow)
-        delta_BTD = flow.states["s"] @ _as(self.integration, dtype).T
+        write_KD = _as(self.integration, dtype).T
         if self.config.init == "identity":
-            delta_BTD = delta_BTD * self.gate
+            write_KD = write_KD * self.gate
+        if not flow.guarded and dtype == hidden_BTD.dtype:
+            rows_ND, states_NK = hidden_BTD.flatten(0, 1), flow.states["s"].flatten(0, 1)
+            return torch.addmm(rows_ND, states_NK, write_KD).view_as(hidden_BTD)
+        delta_BTD = flow.states["s"] @ write_KD
         if not flow.guarded:
             return hidden_BTD + _as(delta_BTD, hidden_BTD.dtype)
         reliance_BT1 = flow.states["governor"][..., -1:]
@@ -186,18 +261,21 @@ class DynamicStateStream(Stream):
         return torch.where(reliance_BT1 > 0, written_BTD, hidden_BTD)
 
     def _token_parts(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> TokenParts:
-        dtype, rows = hidden_BTD.dtype, self.hidden_rows
+        dtype = hidden_BTD.dtype
         products_BTP = F.linear(hidden_BTD, _as(self.hidden_weight, dtype), _as(self.hidden_bias, dtype))
-        gates_BT3K = products_BTP[..., rows["gates"]]
+        # Split and not sliced: the gradients of slices are as many tensors of the whole width.
+        pieces = products_BTP.split([rows.stop - rows.start for rows in self.hidden_rows.values()], -1)
+        of = dict(zip(self.hidden_rows, pieces, strict=True))
+        gates_BT3K, query_BTK = of["gates"], of["alignment"]
         if self.config.tpc_input == "hidden_state_residual":
-            gates_BT3K = gates_BT3K + residual_BTD @ _as(self.residual_weight, dtype).T
-        query_BTK = products_BTP[..., rows["alignment"]]
+            residual_ND, weight_D3K = residual_BTD.flatten(0, 1), _as(self.residual_weight, dtype).T
+            gates_BT3K = torch.addmm(gates_BT3K.flatten(0, 1), residual_ND, weight_D3K).view_as(gates_BT3K)
         if self.config.noise == "hidden":
-            raw_BT1 = products_BTP[..., rows["noise"]]
+            raw_BT1 = of["noise"]
         else:
             length_BT1 = torch.linalg.vector_norm(residual_BTD, dim=-1, keepdim=True)
             raw_BT1 = length_BT1 * self.noise_weight + self.noise_bias
-        coherence_BT1 = products_BTP[..., rows["coherence"]]
+        coherence_BT1 = of["coherence"]
         if self.config.turbulence:
             more_BT2 = self._turbulence(flow, hidden_BTD, residual_BTD)
             coherence_BT1, raw_BT1 = coherence_BT1 + more_BT2[..., :1], raw_BT1 + more_BT2[..., 1:]
@@ -274,12 +352,7 @@ class DynamicStateStream(Stream):
         parts, attended_BT, starts_BT = flow.parts, flow.inputs.attended_BT, flow.inputs.document_starts_BT
         weights = self._step_weights(parts.query_BK.dtype)
         flow.guarded = self.config.safeguards is not None and not self.training
-        size = self.config.state_size
-        sizes = (
-            {"tpc": size, "s": size, "baseline": size, "governor": MEMORY_SIZE}
-            if flow.guarded
-            else dict.fromkeys(("tpc", "s"), size)
-        )
+        sizes = self._state_sizes(flow.guarded)
         flow.before = {
             name: flow.state[name] if name in flow.state else parts.query_BK.new_zeros(len(parts.query_BK), width)
             for name, width in sizes.items()
@@ -340,6 +413,8 @@ class DynamicStateStream(Stream):
     def close(self, flow: Flow) -> PassResult:
         """Return states, their history and the signals."""
         assert isinstance(flow, DynamicStateFlow)
+        if flow.rows:
+            return self._close_rows(flow.rows, flow.inputs)
         states = {**flow.states, **flow.turbulent}
         if flow.seen_BT is not None:
             states["position"] = flow.seen_BT
@@ -349,13 +424,19 @@ class DynamicStateStream(Stream):
             signals=self._signals(flow) if flow.inputs.collect_signals else {},
         )
 
+    def _close_rows(self, rows: list[RowResult], inputs: PassInputs) -> PassResult:
+        history: State = {}
+        if inputs.keep_history:
+            history = _joined([{name: part.unsqueeze(1) for name, part in row.states.items()} for row in rows])
+        signals = _joined([row_signals(row) for row in rows]) if inputs.collect_signals else {}
+        return PassResult(state=rows[-1].states, history=history, signals=signals)
+
     def _signals(self, flow: DynamicStateFlow) -> dict[str, Tensor]:
         whole = {"tpc": flow.states["tpc"], "state": flow.states["s"], "query": flow.parts.query_BK}
         if flow.guarded:
             memory = Memory(*flow.states["governor"].split(SIZES, -1))
             measured = dict(zip(MEASURES, memory.measures.unbind(-1), strict=True))
-            mode_BT = mode_of(self.config.limits, memory.timer).squeeze(-1)
-            return {**measured, **whole, "governor": mode_BT, "failures": memory.detected}
+            return {**measured, **whole, "governor": memory.mode.squeeze(-1), "failures": memory.detected}
         before_BTK = torch.cat([flow.before["tpc"].unsqueeze(1), flow.states["tpc"][:, :-1]], 1)
         if flow.inputs.document_starts_BT is not None:
             before_BTK = before_BTK.masked_fill(flow.inputs.document_starts_BT.unsqueeze(-1), 0.0)
@@ -367,3 +448,7 @@ class DynamicStateStream(Stream):
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)`` without the call where there is nothing to do: a token of decoding pays for every call."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
