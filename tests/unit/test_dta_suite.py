@@ -176,9 +176,9 @@ def test_time_lines_shade_the_disruption() -> None:
 WITHIN = {"alignment_break": 4, "identity_split": 8, "temporal_fragmentation": 2, "fixed_point_collapse": 320}
 
 
-def guarded(**limits: Any) -> KeelForCausalLM:
+def guarded(noise: str = "hidden", **limits: Any) -> KeelForCausalLM:
     fields = {"patience": 4, "cooldown": 6, "coherence_least": 0.02, "continuity_least": 0.1, "alignment_least": 0.001}
-    return model_of(safeguards={**fields, "noise_most": 20.0, **limits})
+    return model_of(noise=noise, safeguards={**fields, "noise_most": 20.0, **limits})
 
 
 @pytest.mark.parametrize("mode", FAILURES)
@@ -188,6 +188,11 @@ def test_a_fault_is_seen_bounded_and_over(mode: str) -> None:
     assert found.detected_after <= WITHIN.get(mode, 0)
     assert found.bounded == 1.0
     assert found.recovered_after <= 60
+
+
+def test_a_fault_is_made_also_where_a_single_row_has_a_shorter_way() -> None:
+    found = watch(guarded("residual_norm"), prompts(1, tokens_needed()), "coherence_collapse")
+    assert (found.detected_after, found.bounded) == (0.0, 1.0) and found.recovered_after <= 60
 
 
 def test_a_detector_that_is_off_sees_nothing() -> None:

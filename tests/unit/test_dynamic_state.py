@@ -113,6 +113,22 @@ def test_pieces_equal_the_whole(fields: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.cat([signals[name] for _, signals in pieces], 1), value, **TOLERANCE)
 
 
+@every_reading
+def test_one_row_token_by_token_equals_the_whole(fields: dict[str, Any]) -> None:
+    """As in decoding, where a path may take a shorter way through a single token of a single row."""
+    stream, (hidden, residual, _) = make_stream(**fields).eval(), given_inputs()
+    hidden, residual, state, pieces = hidden[:1], residual[:1], {}, []
+    with torch.no_grad():
+        whole, expected = run(stream, hidden, residual, {})
+        for t in range(LENGTH):
+            written, result = run(stream, hidden[:, t : t + 1], residual[:, t : t + 1], state)
+            state = result.state
+            pieces.append((written, result.signals))
+    torch.testing.assert_close(torch.cat([written for written, _ in pieces], 1), whole, **TOLERANCE)
+    for name, value in expected.signals.items():
+        torch.testing.assert_close(torch.cat([signals[name] for _, signals in pieces], 1), value, **TOLERANCE)
+
+
 def test_the_two_readings_of_the_substrate_are_one_function() -> None:
     """exp(-softplus(z)) = 1 / (1 + exp(z)) = sigmoid(-z): §7.4 made safe and §10.8 differ in the sign of w alone."""
     (hidden, residual, state), found = given_inputs(), []

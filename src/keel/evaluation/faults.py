@@ -91,9 +91,10 @@ def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
     name, stream = found
     length = STANDSTILL_TOKENS if mode == "fixed_point_collapse" else FAULT_TOKENS
     fault = slice(CALM_TOKENS, CALM_TOKENS + length)
-    ids_1T = ids_1T[:, : fault.stop + AFTER_TOKENS]
-    with evaluating(model), _injected(stream, mode, fault, ids_1T.shape[1]):
-        signals = _read(model, name, ids_1T, fault.start if mode == "feedback_explosion" else None)
+    # Twice: a single row may be read in a shorter way, which asks nothing that could be tampered with.
+    ids_2T = ids_1T[:, : fault.stop + AFTER_TOKENS].repeat(2, 1)
+    with evaluating(model), _injected(stream, mode, fault, ids_2T.shape[1]):
+        signals = _read(model, name, ids_2T, fault.start if mode == "feedback_explosion" else None)
     detected_T = signals["failures"][0, :, FAILURES.index(mode)] > 0
     working_T = ~detected_T & (signals["governor"][0] == 0)
     # An explosion is over as soon as it has happened: what was in memory is then the path's own matter.
@@ -123,9 +124,9 @@ def _for_good(working_T: Tensor) -> float:
     return float(last) if last < len(working_T) else math.nan
 
 
-def _read(model: KeelForCausalLM, name: str, ids_1T: Tensor, explode_at: int | None) -> dict[str, Tensor]:
-    """Read a row; where asked, in two passes with a state in between that something made ten thousand times too long."""
-    parts = [ids_1T] if explode_at is None else [ids_1T[:, :explode_at], ids_1T[:, explode_at:]]
+def _read(model: KeelForCausalLM, name: str, ids_BT: Tensor, explode_at: int | None) -> dict[str, Tensor]:
+    """Read rows; where asked, in two passes with a state in between that something made ten thousand times too long."""
+    parts = [ids_BT] if explode_at is None else [ids_BT[:, :explode_at], ids_BT[:, explode_at:]]
     cache: Any = None
     found = []
     for index, part in enumerate(parts):

@@ -134,6 +134,8 @@ def signal_quality(
 
 def _metric(name: str, score: list[Array], positive: list[Any], kinds: list[Array]) -> ItemMetric:
     tops, bottoms = auroc_terms(score, positive, [row == 0 for row in kinds])
+    # A baseline is no merit of the arm that it is measured on.
+    higher = True if name.startswith("signal.") else None
     return ItemMetric(
-        name=name, unit="AUROC", higher_is_better=True, numerators=tuple(tops), denominators=tuple(bottoms)
+        name=name, unit="AUROC", higher_is_better=higher, numerators=tuple(tops), denominators=tuple(bottoms)
     )

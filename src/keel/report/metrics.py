@@ -14,6 +14,8 @@ from keel.evaluation.results import Results
 
 EXTRAPOLATION = ("ppl", "bpb", "growth")
 """The families of `keel.evaluation.extrapolation`, which have a verdict, notes and figures of their own."""
+FAULTS = "fault."
+"""What the metrics of injected faults begin with."""
 _NUMBERED = re.compile(r"^(?P<kind>[A-Za-z_]*?)(?P<value>\d+(?:\.\d+)?)$")
 _KINDS = {"": "tokens", "L": "length", "d": "depth", "w": "width"}
 _SIGMA = "σ"  # what a plain number counts in these families
@@ -180,8 +182,8 @@ def metric_names(results: Results) -> list[str]:
 
 
 def single_metrics(results: Results) -> list[str]:
-    """Return the metrics without a condition, in the order in which they first appear."""
-    return [name for name in metric_names(results) if not split_metric(name)[1]]
+    """Return the metrics without a condition, in the order in which they first appear; those of faults have a table of their own."""
+    return [name for name in metric_names(results) if not split_metric(name)[1] and not name.startswith(FAULTS)]
 
 
 def groups_of(results: Results) -> list[Group]:

@@ -15,6 +15,7 @@ from keel.errors import KeelError
 from keel.evaluation.results import Picture, Results, read_results
 from keel.files import write_atomically
 from keel.report.drawing import looks_of, swatch
+from keel.report.faults import fault_tables
 from keel.report.figures import draw_all
 from keel.report.findings import Verdict, verdict
 from keel.report.metrics import groups_of, lengths_of
@@ -139,7 +140,7 @@ def _section(results: Results, folder: Path) -> Section:
         slug=slug,
         verdict=verdict(results),
         main=tables[:1] + first if lengths_of(results, "ppl") else first + tables[:1],
-        more=tables[1:],
+        more=[*tables[1:], *fault_tables(results)],
         against=against_table(results),
         comparisons=comparisons,
         all_comparisons=every,
