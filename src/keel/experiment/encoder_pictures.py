@@ -90,6 +90,8 @@ def draw_simplex(arms: Mapping[str, Any], seed: int) -> Drawing:
                 marker = _MARKERS[block % len(_MARKERS)]
                 axes.scatter(points[:, 0], points[:, 1], c=colours, marker=marker, s=22, alpha=0.85, zorder=3)
         _bare(canvas)
+        axes.set_xlim(-0.1, len(arms) * (1 + _GAP))
+        axes.set_ylim(-0.12, math.sqrt(3) / 2 + 0.2)
 
     counts = "; ".join(
         f"{label}: "
@@ -205,6 +207,7 @@ def _draw_components(tables: Mapping[str, Any], seed: int) -> Drawing:
             size = canvas.font_size - (2 if canvas.narrow else 0)
             axes.text(0, top + 1.04, f"{label} ({share:.1%})", fontsize=size, color=canvas.palette["ink"])
         _bare(canvas, equal=False)
+        axes.set_ylim(-(len(tables) - 1) * (1 + _GAP) - 0.05, 1.3)
 
     caption = (
         "Left, the first two principal components of the table along the positions, each on its own scale; in brackets the share of "
