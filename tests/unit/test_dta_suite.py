@@ -36,9 +36,8 @@ def model_of(path: bool = True, **fields: Any) -> KeelForCausalLM:
         vocab_size=len(TOKENIZER), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0, max_position_embeddings=1024,
     )  # fmt: skip
-    streams = (
-        {"dynamic_state": DynamicStateStream(state_size=4, noise="hidden", init="paper", **fields)} if path else {}
-    )
+    given = {"state_size": 4, "noise": "hidden", "init": "paper", **fields}
+    streams = {"dynamic_state": DynamicStateStream(**given)} if path else {}
     return attach(LlamaForCausalLM(config), streams).eval()
 
 
