@@ -19,7 +19,7 @@ from keel.errors import KeelError
 from keel.experiment.encoder_pictures import draw_simplex, encoder_pictures
 from keel.experiment.encoder_views import HEADS_FILE, TABLE_FILE, TRAJECTORIES_FILE
 from keel.experiment.runner import _units
-from keel.probes.encoder_views import component_maps, position_table_of, position_trajectories, table_shape
+from keel.probes.encoder_views import _plane, component_maps, position_table_of, position_trajectories, table_shape
 from keel.probes.inter_model import probe_between
 from keel.probes.positions import table_metrics
 from keel.training import load_recipe, parse_recipe
@@ -106,6 +106,8 @@ def test_positions_are_followed_through_the_blocks() -> None:
     assert found.points.shape == (3, 8, 2) and found.segments.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     assert found.shares[1] == found.shares[2] > 0.99 > found.shares[0] > 0, "a circle lies in two components"
     assert np.all(np.diff(found.points[1, :, 0]) > 0), "the first component grows with the place"
+    line = np.outer(np.arange(6.0), [1.0, -2.0, 0.5])
+    assert all(np.all(np.diff(_plane(each)[0][:, 0]) > 0) for each in (line, line[::-1]))
     with pytest.raises(KeelError, match="no stream of absolute positions"):
         position_trajectories(Known(DstgConfig(**SIZES, position="ap")), ids, {STOP}, ends=(18, 19))
 
