@@ -130,6 +130,7 @@ def chosen(items: Sequence[Item], count: int | None, seed: int) -> list[Item]:
     return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]
 
 
+_CHARACTERS_A_GAP, _LEAST_CHARACTERS = 1000, 100_000  # of each document no more is read than so many gaps need
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 _SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?]")
 
@@ -141,17 +142,19 @@ def cloze_questions(documents: Sequence[Document], count: int, seed: int = 0, nu
     frequent as the right one, and end alike (-ed, -ing, -ly, -s) where it does.
 
     Args:
-        documents: at least a few thousand words in all.
+        documents: at least a few thousand words in all; of long ones the beginnings are enough.
         count: questions; every gap is in a sentence of its own, of 8 to 40 words.
     Raises: KeelError where the documents have fewer such sentences, or too few words to choose from.
     """
-    counts = Counter(word for document in documents for word in _WORD.findall(document.text) if word.islower())
+    share = max(_LEAST_CHARACTERS, count * _CHARACTERS_A_GAP // max(1, len(documents)))
+    texts = [document.text[:share] for document in documents]
+    counts = Counter(word for text in texts for word in _WORD.findall(text) if word.islower())
     kinds: dict[str, list[str]] = {}
     for word, number in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])):
         if number > 1 and len(word) > 3 and "'" not in word:
             kinds.setdefault(_ending(word), []).append(word)
     places = {word: (kind, index) for kind, words in kinds.items() for index, word in enumerate(words)}
-    pairs = [pair for document in documents for pair in _neighbours(document.text)]
+    pairs = [pair for text in texts for pair in _neighbours(text)]
     chance = random.Random(seed)
     chance.shuffle(pairs)
     questions: list[Question] = []

@@ -68,9 +68,7 @@ class QuestionSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Return one question with its right option."""
-        row = self.data.reader.read(*self.texts[index])
-        if not self.with_trees:
-            row = replace(row, chunks=None)
+        row = self.data.reader.read(*self.texts[index], with_trees=self.with_trees)
         ids = torch.tensor(row.ids)
         labels = ids.clone()
         labels[: row.num_prompt] = -100

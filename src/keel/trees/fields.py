@@ -156,9 +156,10 @@ class FieldReader:
             tokenizer=tokenizer_fingerprint(tokenizer), source=name, version=version, scope=scope, max_chunks=max_chunks
         )
 
-    def read(self, prompt: str, continuation: str = "") -> Row:
+    def read(self, prompt: str, continuation: str = "", *, with_trees: bool = True) -> Row:
         """Return the row of a prompt and what follows it; the tokens of the prompt are those that it has alone.
 
+        Args: with_trees: parse it; False gives a row without chunks, as a reader without a source does.
         Raises: KeelError for a field that the source has no tree for.
         """
         text = prompt + continuation
@@ -172,7 +173,7 @@ class FieldReader:
         ids = [self.start, *ids]
         fields = read_fields(text)
         bounds = _token_bounds(fields, spans)
-        chunks = None if self.source is None else self._chunks(text, ids, spans, fields, bounds)
+        chunks = None if self.source is None or not with_trees else self._chunks(text, ids, spans, fields, bounds)
         return Row(
             ids=tuple(ids),
             num_prompt=1 + len(before.ids),
