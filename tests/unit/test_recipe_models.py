@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from keel.errors import KeelError
 from keel.positions import set_positions
@@ -34,8 +34,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(("path", "scale"), EVERY_SCALE, ids=lambda value: getattr(value, "stem", value))
-def test_every_arm_computes_with_matched_parameters(path: Path, scale: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_arm_computes_with_matched_parameters(
+    path: Path, scale: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     recipe = load_recipe(path, scale)
+    if "checkpoint" in recipe.host:  # on the Hub: a small one of the same family is loaded in its place
+        recipe = recipe.model_copy(update={"host": {"checkpoint": str(save_small(tmp_path / "host", tokenizer))}})
     widths = matched_widths(recipe, tokenizer)
     trained = {arm: build_model(recipe, arm, 0, tokenizer, widths[arm]) for arm in recipe.trained_arms()}
     counts = {arm: count_parameters(model)[0] for arm, model in trained.items()}
@@ -57,6 +61,15 @@ def test_every_arm_computes_with_matched_parameters(path: Path, scale: str, toke
             logits[arm] = model(ids).logits
             assert torch.isfinite(logits[arm]).all()
     assert recipe.label_of(arm)
+
+
+def save_small(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A Qwen2 of two layers, as `from_pretrained` reads it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def test_the_seed_decides_the_weights(tokenizer: PreTrainedTokenizerFast) -> None:
