@@ -21,6 +21,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
         ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
         ("encoder", [], {"rope", "dstg"}, "encoder"),
+        ("tree_step", [], {"host", "tree"}, "tree_step"),
         (
             "evaluation",
             ["--tokens", "64", "--lengths", "16", "--arms", "gru"],
@@ -71,12 +72,3 @@ def test_the_memory_of_trees_is_compared_with_the_loop_over_nodes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-800:]
     assert "prefix sums (keel)" in done.stdout and "loop, spans of the batch" in done.stdout
-
-
-def test_tree_step_benchmark_runs() -> None:
-    sizes = "--batch 1 --length 30 --width 16 --layers 2 --vocabulary 32 --rounds 1"
-    command = [sys.executable, str(BENCHMARKS / "tree_step.py"), *sizes.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-800:]
-    host, tree = (line.split() for line in done.stdout.splitlines()[-2:])
-    assert host[-1] == "1.00" and tree[:3] == ["host", "and", "tree"] and float(tree[-3]) > 0
