@@ -23,7 +23,7 @@ from keel.evaluation.linguistic import linguistic_scores
 from keel.evaluation.linguistic_tasks import make_probes
 from keel.experiment.subject import Subject
 from keel.files import write_atomically
-from keel.training.sections import FineTuned as Section
+from keel.training.evaluation_sections import FineTuned as Section
 
 FOLDER = "fine_tuning"
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 500

@@ -42,7 +42,7 @@ from keel.files import write_atomically
 from keel.positions import Positions, set_positions
 from keel.streams import MarginPrior, StructuralStream
 from keel.training import Recipe
-from keel.training.sections import Windows
+from keel.training.evaluation_sections import Windows
 
 
 @dataclass(frozen=True, kw_only=True)
