@@ -67,6 +67,16 @@ class Canvas:
         """In points."""
         return 8.0 if self.narrow else 8.5
 
+    def bare(self, equal: bool = True) -> None:
+        """Take grid, ticks and frame away, for a picture that is no chart; ``equal``: one unit is as long on both axes."""
+        if equal:
+            self.axes.set_aspect("equal")
+        self.axes.grid(visible=False)
+        self.axes.set_xticks([])
+        self.axes.set_yticks([])
+        for spine in self.axes.spines.values():
+            spine.set_visible(False)
+
 
 Painter = Callable[[Canvas], None]
 

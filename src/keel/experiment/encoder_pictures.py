@@ -89,7 +89,7 @@ def draw_simplex(arms: Mapping[str, Any], seed: int) -> Drawing:
                 colours = [canvas.palette[f"series-{found['groups'][block][head]}"] for head in range(len(points))]
                 marker = _MARKERS[block % len(_MARKERS)]
                 axes.scatter(points[:, 0], points[:, 1], c=colours, marker=marker, s=22, alpha=0.85, zorder=3)
-        _bare(canvas)
+        canvas.bare()
         axes.set_xlim(-0.1, len(arms) * (1 + _GAP))
         axes.set_ylim(-0.12, math.sqrt(3) / 2 + 0.2)
 
@@ -126,7 +126,7 @@ def draw_maps(found: Mapping[str, Any], arm: str, label: str, seed: int) -> Draw
                 what = f"block {block}, head {head}: {_NAMES[name]}"
                 size = canvas.font_size - (3.5 if canvas.narrow else 2)
                 axes.text(left, top - 0.04, what, fontsize=size, color=canvas.palette["ink"], va="bottom")
-        _bare(canvas)
+        canvas.bare()
         axes.set_xlim(-0.05, len(found["heads"]) * (1 + _GAP))
         axes.set_ylim(len(names) * (1 + _GAP), -_GAP)
 
@@ -156,7 +156,7 @@ def draw_trajectories(found: Mapping[str, Any], arm: str, label: str, seed: int)
             what = "table" if panel == 0 else f"after block {panel - 1}"
             size = canvas.font_size - (2 if canvas.narrow else 1)
             axes.text(left, top + 1.03, f"{what} ({share:.0%})", fontsize=size, color=canvas.palette["ink"])
-        _bare(canvas)
+        canvas.bare()
 
     caption = (
         "A dot a token of the first text of the test split, in the two principal components of that block's absolute-position states "
@@ -206,7 +206,7 @@ def _draw_components(tables: Mapping[str, Any], seed: int) -> Drawing:
             share = shape["cumulative"][1]
             size = canvas.font_size - (2 if canvas.narrow else 0)
             axes.text(0, top + 1.04, f"{label} ({share:.1%})", fontsize=size, color=canvas.palette["ink"])
-        _bare(canvas, equal=False)
+        canvas.bare(equal=False)
         axes.set_ylim(-(len(tables) - 1) * (1 + _GAP) - 0.05, 1.3)
 
     caption = (
@@ -216,17 +216,6 @@ def _draw_components(tables: Mapping[str, Any], seed: int) -> Drawing:
     )
     rows = len(tables)
     return _drawing(paint, (1.3 * rows, 1.0 * rows), "table_components", "Components of the position table", caption)
-
-
-def _bare(canvas: Canvas, equal: bool = True) -> None:
-    axes = canvas.axes
-    if equal:
-        axes.set_aspect("equal")
-    axes.grid(visible=False)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
 
 
 def _drawing(paint: Any, heights: tuple[float, float], name: str, title: str, caption: str) -> Drawing:

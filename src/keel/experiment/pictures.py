@@ -81,12 +81,7 @@ def draw_heat_maps(panels: Mapping[str, Matrix], seed: int) -> Drawing:
             axes.text(left, top - 0.5, label, fontsize=font_size, color=canvas.palette["ink"], va="bottom")
         axes.set_xlim(-1, columns * (size + _GAP))
         axes.set_ylim(rows * (size + 3 * _GAP), -2 * _GAP)
-        axes.set_aspect("equal")
-        axes.grid(visible=False)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        canvas.bare()
 
     title = "Attention of every query beside the transition matrix"
     caption = (

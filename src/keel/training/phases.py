@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,23 +124,25 @@ def train(
         records.append(trainer.run(resume=resume))
         first_step += phase.steps
         if phase.name in keep:
-            with one_line_on_full_disk(
-                f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
-            ):
+            with _saving(arm, seed):
                 save_model(trainer.model, data.tokenizer, folder / f"after_{phase.name}")
     if isinstance(model, KeelForCausalLM):
         model.set_step(first_step)
     report = _report(arm, seed, phases, records, model if trainer is None else trainer)
     model = model if trainer is None else trainer.model
     merge_adapters(model)
-    with one_line_on_full_disk(
-        f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
-    ):
+    with _saving(arm, seed):
         save_model(model, data.tokenizer, folder / "model")
         if _rank() == 0:
             write_json(folder / "training.json", dataclasses.asdict(report))
             shutil.rmtree(folder / "checkpoints", ignore_errors=not phases)
     return report
+
+
+def _saving(arm: str, seed: int) -> AbstractContextManager[None]:
+    return one_line_on_full_disk(
+        f"arm {arm!r}, seed {seed}: cannot save the model", "free some space and run again with --resume"
+    )
 
 
 def read_training_report(folder: Path) -> TrainingReport | None:
