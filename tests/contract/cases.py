@@ -123,6 +123,19 @@ def _tree(lookup: str, **fields: Any) -> StreamCase:
     return StreamCase(make, everywhere=not fields, recurrent=False, inputs=found)
 
 
+def _guarded(**fields: Any) -> StreamCase:
+    # Thresholds that random weights cross now and then: rows go into safe mode and come back within the few tokens of a test.
+    safeguards = {
+        "coherence_least": 0.15, "patience": 3, "cooldown": 1, "change_most": 3.0, "instability_most": 0.93,
+    }  # fmt: skip
+    return StreamCase(
+        lambda: keel.DynamicStateStream(
+            state_size=8, retention=0.3, noise_floor=0.02, safeguards=safeguards, **fields
+        ),
+        reads_host=True,
+    )
+
+
 _CONFIDENCE = ("structural.confidence",)
 STREAM_CASES: dict[str, StreamCase] = {
     "gru_model": StreamCase(_structural(cell="gru", confidence_penalty=0.3), everywhere=True, losses=_CONFIDENCE),
@@ -144,22 +157,8 @@ STREAM_CASES: dict[str, StreamCase] = {
         everywhere=True,
         reads_host=True,
     ),
-    # Thresholds that random weights cross now and then: rows go into safe mode and come back within the few tokens of a test.
-    "dynamic_state_guarded": StreamCase(
-        lambda: keel.DynamicStateStream(
-            state_size=8,
-            retention=0.3,
-            noise_floor=0.02,
-            safeguards={
-                "coherence_least": 0.15,
-                "patience": 3,
-                "cooldown": 1,
-                "change_most": 3.0,
-                "instability_most": 0.93,
-            },
-        ),
-        reads_host=True,
-    ),
+    "dynamic_state_guarded": _guarded(),
+    "dynamic_state_turbulent": _guarded(turbulence=3),
     "tree_prefix": _tree("toy:"),
     "tree_fixed_width": _tree("fixed:2", gate="none", warmup_steps=4),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),

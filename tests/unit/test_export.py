@@ -44,13 +44,13 @@ def make_host(kind: str) -> PreTrainedModel:
 
 
 def make_model(kind: str) -> Any:
-    """GPT-2 with a guarded dynamic state path; Llama with one that is not, and a structural stream before it."""
+    """GPT-2 with a guarded dynamic state path; Llama with one that is not but reads turbulence, after a structural one."""
     dynamic: dict[str, Any] = {"state_size": 8, "retention": 0.3, "noise_floor": 0.02}
     streams = {
         "gpt2": {"dynamic_state": keel.DynamicStateStream(**dynamic, safeguards=LIMITS)},
         "llama": {
             "structural": keel.StructuralStream(cell="gru"),
-            "dynamic_state": keel.DynamicStateStream(**dynamic),
+            "dynamic_state": keel.DynamicStateStream(**dynamic, turbulence=3),
         },
     }
     model = keel.attach(make_host(kind), streams[kind]).eval()
