@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
 
 import keel
 from keel.data.languages import Dyck, JsonObjects
@@ -60,6 +61,25 @@ def test_completions_equal_greedy_steps_without_a_cache(name: str) -> None:
         assert continuation == ids
     assert len({tuple(one) for one in found}) > 1
     assert complete(model, prompts, DATA.tokenizer, max_new_tokens=size, use_cache=False) == found
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_rows_that_are_finished_are_let_go_and_the_others_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    select = DynamicCache.batch_select_indices
+    monkeypatch.setattr(
+        DynamicCache, "batch_select_indices", lambda cache, rows: (kept.append(len(rows)), select(cache, rows))[1]
+    )
+    lengths = set()
+    for seed in range(24):  # of random models: some end a row at once, some late, some never
+        model = _model(name, seed=seed)
+        prompts = [[DATA.tokenizer.bos_token_id, *range(3, 3 + n)] for n in (1, 2, 3, 4, 5, 5, 4, 3)]
+        expected = complete(model, prompts, DATA.tokenizer, max_new_tokens=12, use_cache=False)
+        assert complete(model, prompts, DATA.tokenizer, max_new_tokens=12) == expected
+        lengths |= {len(one) for one in expected}
+        if kept and len(lengths) > 2:
+            break
+    assert 0 < min(kept) < 8 and len(lengths) > 2
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:

@@ -28,6 +28,7 @@ from keel.streams import stream_from_config
 from keel.training import Recipe, load_recipe, read_training_report, train
 from keel.training.build import build_model, load_data
 from keel.training.phases import write_json
+from keel.training.shadow import load_with_shadow
 from keel.training.trainer import Progress
 
 
@@ -132,7 +133,7 @@ def evaluate_unit(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
     after = recipe.arms[unit.arm].weights_after
-    model = kind.from_pretrained(lender.folder(out) / ("model" if after is None else f"after_{after}"))
+    model = load_with_shadow(kind, lender.folder(out) / ("model" if after is None else f"after_{after}"))
     if lender != unit and recipe.arms[unit.arm].streams:
         model = _with_own_streams(model, recipe, unit)
     model = model.to(place)

@@ -12,6 +12,7 @@ from keel.model import KeelForCausalLM
 from keel.training.tree_sections import Adapters
 
 _MARK = "lora_"  # in the names of peft's parameters
+_TRAINED = (_MARK, "shadow_")
 
 
 def add_adapters(host: nn.Module, adapters: Adapters) -> None:
@@ -19,7 +20,7 @@ def add_adapters(host: nn.Module, adapters: Adapters) -> None:
 
     Raises: KeelError without peft, or for a host without linear maps.
     """
-    peft = _peft()
+    peft = peft_package()
     kinds = (nn.Linear, importlib.import_module("transformers.pytorch_utils").Conv1D)
     inside = [name for name, module in host.named_modules() if isinstance(module, kinds) and ".layers." in f".{name}"]
     inside = inside or [name for name, module in host.named_modules() if isinstance(module, kinds) and ".h." in name]
@@ -56,10 +57,11 @@ def set_trainable(model: KeelForCausalLM, what: str) -> None:
     model.requires_grad_(False)
     model.streams.requires_grad_(what == "adapters_and_streams")
     for name, parameter in model.host.named_parameters():
-        parameter.requires_grad_(_MARK in name)
+        parameter.requires_grad_(any(mark in name for mark in _TRAINED))
 
 
-def _peft() -> Any:
+def peft_package() -> Any:
+    """Return the package peft.  Raises: KeelError where it is not installed."""
     try:
         return importlib.import_module("peft")
     except ModuleNotFoundError as error:

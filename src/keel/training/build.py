@@ -32,6 +32,7 @@ from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
 from keel.training.adapters import add_adapters
 from keel.training.sections import Recipe
+from keel.training.shadow import add_shadow
 
 
 def load_data(recipe: Recipe) -> TokenCorpus | TaskData:
@@ -98,6 +99,9 @@ def build_model(
     adapters = recipe.arms[arm].adapters
     if adapters is not None:
         add_adapters(model.host, adapters)
+    shadow = recipe.arms[arm].shadow
+    if shadow is not None:
+        add_shadow(model.host, shadow)
     return model
 
 

@@ -36,6 +36,7 @@ from keel.training.checkpoints import flush_folder, one_line_on_full_disk
 from keel.training.dynamics import disrupted_windows, prepare
 from keel.training.questions import QuestionData, set_ramp
 from keel.training.sections import Phase
+from keel.training.shadow import save_with_shadow, shadow_of
 from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
 
 VALIDATION_WINDOWS = 64
@@ -167,7 +168,10 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         for path in (temporary, folder):
             if path.exists():
                 shutil.rmtree(path)
-        whole.save_pretrained(temporary)
+        if isinstance(whole, KeelForCausalLM) and shadow_of(whole.host) is not None:
+            save_with_shadow(whole, temporary)
+        else:
+            whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         flush_folder(temporary)
         os.rename(temporary, folder)

@@ -17,6 +17,7 @@ from keel.training.section import Count, NonNegative, Positive, Section
 from keel.training.tree_sections import (
     Adapters,
     ArmTrees,
+    Shadow,
     TrainingQuestions,
     Trees,
 )
@@ -100,7 +101,7 @@ class Arm(Section):
     recipe's; one that is named like one of those has its fields where it says nothing else; none at all is a host as it is.
     ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
     whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
-    are put into it, and into its weights when it is trained. ``trees`` are what its tree stream reads.
+    are put into it, and into its weights when it is trained; its ``shadow`` stays beside it. ``trees`` are what its tree stream reads.
     """
 
     label: str | None = None
@@ -112,6 +113,7 @@ class Arm(Section):
     embedding_scale: Positive | None = None
     host_of: str | None = None
     adapters: Adapters | None = None
+    shadow: Shadow | None = None
     trees: ArmTrees | None = None
     phases: list[Phase] | None = None
     match_parameters_of: str | None = None

@@ -31,7 +31,7 @@ def _check_host_of(recipe: Recipe, name: str) -> None:
     if arm.host_of not in lenders:
         raise KeelError(f"{where}: no arm {arm.host_of!r} trains a host of its own; {suggest(arm.host_of, lenders)}")
     lender = recipe.arms[arm.host_of]
-    if arm.weights_of is not None or arm.host or arm.positions or lender.streams or lender.positions:
+    if arm.weights_of is not None or arm.host or arm.positions or lender.streams or lender.positions or lender.shadow:
         raise KeelError(
             f"{where}: goes with neither weights_of, host nor positions, and {arm.host_of!r} must be a bare host; remove the other"
         )
@@ -41,15 +41,19 @@ def _check_host_of(recipe: Recipe, name: str) -> None:
 
 def _check_adapters(recipe: Recipe, name: str) -> None:
     arm = recipe.arms[name]
+    field = "shadow" if arm.adapters is None else "adapters"
+    given = arm.adapters is not None or arm.shadow is not None
     if arm.weights_of is not None:
-        if arm.adapters is not None:
-            raise KeelError(f"arms.{name}.adapters: an arm with weights_of is not trained; remove one of the two")
+        if given:
+            raise KeelError(f"arms.{name}.{field}: an arm with weights_of is not trained; remove one of the two")
         return
+    if arm.shadow is not None and (arm.adapters is not None or arm.streams):
+        raise KeelError(f"arms.{name}.shadow: stands for adapters and streams; remove it or them")
     used = any("adapters" in phase.trainable for phase in recipe.phases_of(name))
-    if used and arm.adapters is None:
+    if used and not given:
         raise KeelError(f"arms.{name}: a phase trains adapters, but the arm has none; give adapters: {{}}")
-    if arm.adapters is not None and not used:
-        raise KeelError(f"arms.{name}.adapters: no phase trains them; remove them, or say trainable: adapters")
+    if given and not used:
+        raise KeelError(f"arms.{name}.{field}: no phase trains them; remove them, or say trainable: adapters")
 
 
 def _check_arm_trees(recipe: Recipe, name: str) -> None:

@@ -77,6 +77,26 @@ class Adapters(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
+class Shadow(Section):
+    """ShadowPEFT beside the host, through peft: a small decoder whose state is put into every layer.
+
+    Attributes:
+        rank: of what is put into a layer, and of what moves the state on.
+        strength: by which it is put in, peft's ``shadow_alpha``.
+        dropout: of the difference between hidden states and state.
+        layers: of the small decoder.
+        intermediate_size: its feed-forward size; null for the host's.
+        auxiliary: weight of the small decoder's own cross-entropy.
+    """
+
+    rank: Count = 8
+    strength: Positive = 0.1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    layers: Count = 1
+    intermediate_size: Count | None = None
+    auxiliary: Annotated[float, Field(ge=0)] = 0.05
+
+
 class ClozeText(Section):
     """Gaps in running text (``keel.data.questions.cloze_questions``).
 
