@@ -123,8 +123,14 @@ def read_questions(benchmark: str, source: str, count: int | None = None, seed: 
         raise KeelError(f"{source} is not of the form of {benchmark} (field {error}); give its own files") from error
 
 
-def chosen(items: Sequence[Item], count: int | None, seed: int) -> list[Item]:
-    """Return ``count`` of the items at random, in their order; all where there are no more."""
+def chosen(items: Sequence[Item], count: int | None, seed: int, disjoint_from: int | None = None) -> list[Item]:
+    """Return ``count`` of the items at random, in their order; all where there are no more.
+
+    With ``disjoint_from`` they are others than those that this count would choose.
+    """
+    if disjoint_from is not None:
+        left = set(range(len(items))) - set(chosen(range(len(items)), disjoint_from, seed))
+        items = [items[index] for index in sorted(left)]
     if count is None or count >= len(items):
         return list(items)
     return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]

@@ -31,8 +31,10 @@ class MinimalPair:
     field: str
 
 
-def read_pairs(source: str, count: int | None = None, seed: int = 0) -> list[MinimalPair]:
-    """Read minimal pairs with BLiMP's fields (see ``keel.data.rows.read_rows``), at most ``count`` of each paradigm.
+def read_pairs(
+    source: str, count: int | None = None, seed: int = 0, disjoint_from: int | None = None
+) -> list[MinimalPair]:
+    """Read minimal pairs with BLiMP's fields (see ``keel.data.rows.read_rows``), of each paradigm as ``keel.data.questions.chosen`` says.
 
     Raises: KeelError for rows without BLiMP's fields.
     """
@@ -40,7 +42,7 @@ def read_pairs(source: str, count: int | None = None, seed: int = 0) -> list[Min
     for row in read_rows(source):
         pair = _pair(row, source)
         by_paradigm.setdefault(pair.paradigm, []).append(pair)
-    return [pair for name in sorted(by_paradigm) for pair in chosen(by_paradigm[name], count, seed)]
+    return [pair for name in sorted(by_paradigm) for pair in chosen(by_paradigm[name], count, seed, disjoint_from)]
 
 
 def _pair(row: Mapping[str, Any], source: str) -> MinimalPair:

@@ -28,7 +28,7 @@ def measure_blimp(subject: Subject) -> list[ItemMetric]:
     """BLiMP by paradigm, field and overall."""
     wanted = subject.recipe.evaluation.blimp
     assert wanted is not None
-    pairs = read_pairs(wanted.source, wanted.count)
+    pairs = read_pairs(wanted.source, wanted.count, disjoint_from=wanted.disjoint_from)
     return minimal_pairs(
         subject.model,  # type: ignore[arg-type]  # no encoder: the recipe was checked
         _reader(subject),
@@ -59,15 +59,15 @@ def _with_demonstrations(name: str, wanted: Benchmark) -> tuple[list[Question], 
     elif wanted.shots:
         shown = read_questions(name, str(wanted.demonstrations))
     shown = [one for one in shown if one not in questions]
-    return chosen(questions, wanted.count, seed=0), shown
+    return chosen(questions, wanted.count, 0, wanted.disjoint_from), shown
 
 
 def measure_cloze(subject: Subject) -> list[ItemMetric]:
-    """Gaps in the test split of a text."""
+    """Gaps in a text."""
     wanted = subject.recipe.evaluation.cloze
     assert wanted is not None
     corpus = load_corpus(CorpusConfig(source=wanted.source))
-    return _ask(subject, cloze_questions(corpus.test, wanted.count), "cloze", 0, [])
+    return _ask(subject, cloze_questions(getattr(corpus, wanted.split), wanted.count), "cloze", 0, [])
 
 
 def _ask(subject: Subject, questions: list[Question], name: str, shots: int, shown: list[Question]) -> list[ItemMetric]:

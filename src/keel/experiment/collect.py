@@ -22,6 +22,7 @@ from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, grow
 from keel.experiment.measure import Evaluation, read_evaluation
 from keel.experiment.pictures import pictures
 from keel.experiment.robustness_pictures import robustness_pictures
+from keel.experiment.selection import coefficient_pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Recipe, TrainingReport, read_training_report
@@ -48,6 +49,7 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         return None
     statistics = Statistics(finished)
     arms = {arm: _arm(recipe, arm, statistics, out) for arm in finished}
+    comparisons = statistics.comparisons()
     documents = max(
         (
             len(found.extrapolation.documents)
@@ -64,9 +66,13 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
         title=recipe.title,
         provenance=_provenance(recipe, plan, out, documents),
         arms=arms,
-        comparisons=statistics.comparisons(),
+        comparisons=comparisons,
         reference=None if reference is None else Reference(**reference.model_dump()),
-        figures=[*pictures(recipe, list(finished), out), *robustness_pictures(recipe, finished, out)],
+        figures=[
+            *pictures(recipe, list(finished), out),
+            *robustness_pictures(recipe, finished, out),
+            *coefficient_pictures(recipe, arms, comparisons, out),
+        ],
     )
 
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from keel.drawing import Canvas, Drawing, Painter, render
 from keel.evaluation.results import Picture
 from keel.evaluation.robustness import subsampled
 from keel.evaluation.statistics import Array
 from keel.experiment.measure import Evaluation
+from keel.experiment.selection import Spread, draw_selection
 from keel.streams import MarginPrior
 from keel.training import Recipe
 
@@ -129,54 +129,25 @@ def _selection(recipe: Recipe, evaluations: Evaluations) -> Drawing | None:
     sigmas = _sigmas(evaluations, "noise.ratio")
     if len(weights) < 2 or not sigmas:
         return None
-    metrics = {name if name != "noise.ratio" else f"{name}@{sigmas[-1]}": words for name, words in _SELECTED.items()}
-
-    def paint(canvas: Canvas) -> None:
-        canvas.axes.set_axis_off()
-        columns = 1 if canvas.narrow else 2
-        rows = len(metrics) // columns
-        for index, (metric, words) in enumerate(metrics.items()):
-            column, row = index % columns, index // columns
-            place = (column / columns, 1 - (row + 0.86) / rows, 0.86 / columns, 0.62 / rows)
-            panel = canvas.axes.inset_axes(place)
-            _panel(canvas, panel, {weights[arm]: _values(evaluations[arm], metric) for arm in weights}, words)
-
+    panels = {}
+    for name, words in _SELECTED.items():
+        metric = name if name != "noise.ratio" else f"{name}@{sigmas[-1]}"
+        panels[words] = {weight: _spread(_values(evaluations[arm], metric)) for arm, weight in weights.items()}
     caption = (
         f"Medians and 95 % intervals over 100 subsamples of 16 windows, all seeds, at noise of {sigmas[-1]}; 0 is cross-entropy alone, "
         "which has no prior of its own (support tokens, Fig. 7.7)."
     )
     title = "What each weight of the margin prior gives"
-    return _render(paint, "weights", title, caption, list(metrics.values()), heights=(5.4, 8.4))
+    return draw_selection(panels, name="weights", title=title, caption=caption, prefix="robustness")
 
 
-def _panel(canvas: Canvas, panel: Axes, values: Mapping[float, Array | None], words: str) -> None:
-    there = {weight: found for weight, found in values.items() if found is not None}
-    if there:
-        quantiles_3N = np.array([np.quantile(found, [0.025, 0.5, 0.975]) for found in there.values()]).T
-        places = [list(values).index(weight) for weight in there]
-        errors_2N = np.abs(quantiles_3N[[0, 2]] - quantiles_3N[1])
-        panel.errorbar(
-            places, quantiles_3N[1], yerr=errors_2N, color=canvas.palette["series-0"], linewidth=1.5, marker="o",
-            markersize=4, capsize=2.5,
-        )  # fmt: skip
-    panel.set_xticks(range(len(values)), [f"{weight:g}" for weight in values])
-    panel.set_xlim(-0.4, len(values) - 0.6)
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_title(words, fontsize=canvas.font_size, color=canvas.palette["ink"], loc="left")
-    panel.set_xlabel("λ", fontsize=canvas.font_size, color=canvas.palette["muted"], labelpad=0)
-    panel.tick_params(colors=canvas.palette["muted"], labelsize=canvas.font_size - 0.5, length=2)
-    panel.set_facecolor("none")
-    panel.grid(visible=True, color=canvas.palette["rule"], linewidth=0.6)
-    for side, spine in panel.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(canvas.palette["muted"])
+def _spread(values: Array | None) -> Spread | None:
+    return None if values is None else Spread(*map(float, np.quantile(values, [0.025, 0.5, 0.975])))
 
 
-def _render(
-    paint: Painter, name: str, title: str, caption: str, labels: list[str], heights: tuple[float, float] = (4.6, 5.0)
-) -> Drawing:
+def _render(paint: Painter, name: str, title: str, caption: str, labels: list[str]) -> Drawing:
     return render(
         paint,
-        heights=heights, label_width=0, labels_left=False, name=name, title=title, caption=caption,
+        heights=(4.6, 5.0), label_width=0, labels_left=False, name=name, title=title, caption=caption,
         alt=f"{title}. {caption}", prefix="robustness", legend=[(label, label, "") for label in labels],
     )  # fmt: skip

@@ -135,10 +135,12 @@ class Pairs(Section):
     Attributes:
         source: of its rows.
         count: pairs of each paradigm; null for all.
+        disjoint_from: others than those that this count would ask; to choose a setting by, without looking at what is reported.
     """
 
     source: str = "data:blimp"
     count: Count | None = None
+    disjoint_from: Count | None = None
 
 
 class Benchmark(Section):
@@ -147,26 +149,30 @@ class Benchmark(Section):
     Attributes:
         source: of its rows, as ``keel.data.rows.read_rows`` reads it.
         count: items, chosen at random once for all arms and seeds; null for all.
+        disjoint_from: others than those that this count would ask, as with minimal pairs.
         shots: answered examples before each question.
         demonstrations: source of these; null to keep the last ``10 * shots`` items for them, which are then not asked.
     """
 
     source: str
     count: Count | None = None
+    disjoint_from: Count | None = None
     shots: Annotated[int, Field(ge=0)] = 0
     demonstrations: str | None = None
 
 
 class Cloze(Section):
-    """Gaps in the test split of a text.
+    """Gaps in a text.
 
     Attributes:
         source: of the text, as in ``data.corpus``.
         count: questions.
+        split: ``valid`` or ``test``.
     """
 
     source: str = "data:novels"
     count: Count = 500
+    split: Literal["valid", "test"] = "test"
 
 
 class Leak(Section):
