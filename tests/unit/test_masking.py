@@ -123,6 +123,27 @@ def trained(folder: Path, arm: str, stop_at: int | None = None, resume: bool = F
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def test_the_bias_by_position_learns_at_a_rate_of_its_own(tmp_path: Path) -> None:
+    """After one step of Adam a number has moved by its learning rate, whatever its gradient; weight decay is off here."""
+    recipe, corpus = load_recipe("dstg/pretrain", "tiny"), corpus_of()
+    moved = {}
+    for rate in (None, 0.05):
+        torch.manual_seed(0)
+        model = build_model(recipe, "dstg", 0, corpus.tokenizer)
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        fields = {"steps": 1, "warmup_steps": 0, "weight_decay": 0.0, "bias_learning_rate": rate}
+        phase = recipe.phases[0].model_copy(update=fields)
+        train(model, corpus, [phase], arm="dstg", seed=0, folder=tmp_path / str(rate), device="cpu")
+        after = model.state_dict()
+        for part in ("relative_bias.bucket", "mlp.down.weight"):
+            name = next(name for name in before if name.endswith(part))
+            moved[rate, part] = float((after[name] - before[name]).abs().max()) / phase.learning_rate
+    wanted = 0.05 / recipe.phases[0].learning_rate
+    assert moved[None, "relative_bias.bucket"] == pytest.approx(1.0, rel=1e-2)
+    assert moved[0.05, "relative_bias.bucket"] == pytest.approx(wanted, rel=1e-2)
+    assert moved[0.05, "mlp.down.weight"] == pytest.approx(moved[None, "mlp.down.weight"], rel=1e-2)
+
+
 def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """Through the random shift of the positions too, which is drawn in the forward pass."""
     whole = trained(tmp_path / "whole", "dstg")

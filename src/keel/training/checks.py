@@ -175,8 +175,12 @@ def _check_masking(recipe: Recipe) -> None:
 
 
 def _check_encoder(recipe: Recipe) -> None:
-    """Refuse what belongs to a language model where the host is an encoder."""
+    """Refuse what belongs to a language model where the host is an encoder, and the other way round."""
     if recipe.data.masking is None:
+        for name in recipe.trained_arms():
+            for phase in recipe.phases_of(name):
+                if phase.bias_learning_rate is not None:
+                    raise KeelError(f"arms.{name}, phase {phase.name!r}: bias_learning_rate is for encoders; remove it")
         return
     if recipe.evaluation.gates is not None:
         raise KeelError("evaluation.gates: an encoder has none; remove it")

@@ -154,6 +154,8 @@ class Phase(Section):
         learning_rate: peak; linear warm-up over ``warmup_steps``, then a cosine to zero at ``steps``.
         stream_learning_rate: the streams' own peak, on the same schedule; beside a pretrained host new parameters want
             a higher one. null for the same.
+        bias_learning_rate: of an encoder's bias by relative position, on the same schedule. AdamW moves a number by at most its rate a
+            step: by no more than a logit or two in a short training. null for the same.
         weight_decay: of AdamW, on matrices only (no biases, norms).
         embedding_weight_decay: of the token embeddings alone; null for the same as the others'.
         neftune_alpha: NEFTune (Jain et al. 2023): uniform noise of this size over the root of tokens x width is added to the
@@ -178,6 +180,7 @@ class Phase(Section):
     stride: Count | None = None
     learning_rate: Positive
     stream_learning_rate: Positive | None = None
+    bias_learning_rate: Positive | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NonNegative = 0.1
     embedding_weight_decay: NonNegative | None = None

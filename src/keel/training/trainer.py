@@ -313,14 +313,18 @@ class PhaseTrainer(Trainer):
     # -- optimizer ----------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW; streams have a learning rate and embeddings a weight decay of their own where the phase names one."""
+        """Make AdamW; streams and an encoder's relative bias have a learning rate, and embeddings a weight decay of their own.
+
+        Each where the phase names one.
+        """
         made_before = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        rate = self.phase.stream_learning_rate
-        if rate is not None and not made_before:
-            names = (self.model if model is None else model).named_parameters()
-            streams = {id(parameter) for name, parameter in names if ".streams." in f".{name}"}
-            optimizer.param_groups = _split(optimizer.param_groups, streams, lr=rate)
+        rates = {".streams.": self.phase.stream_learning_rate, ".relative_bias.": self.phase.bias_learning_rate}
+        for part, rate in rates.items():
+            if rate is not None and not made_before:
+                names = (self.model if model is None else model).named_parameters()
+                chosen = {id(parameter) for name, parameter in names if part in f".{name}"}
+                optimizer.param_groups = _split(optimizer.param_groups, chosen, lr=rate)
         decay = self.phase.embedding_weight_decay
         if decay is not None and not made_before:
             whole: Any = self.model if model is None else model
