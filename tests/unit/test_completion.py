@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,15 +14,16 @@ from keel.data.languages import Dyck, JsonObjects
 from keel.data.tasks import TaskData
 from keel.errors import KeelError
 from keel.evaluation.completion import complete, completion
+from keel.evaluation.corruption import CORRUPTIONS, OF_WHOLE_ROWS, corrupted
 from keel.positions import Positions
 from keel.streams.base import Stream
 
 DATA = TaskData(Dyck(max_length=16), train_samples=4, valid_samples=4)
-STREAMS: dict[str, dict[str, Stream]] = {
-    "bare": {},
-    "bias": {"structural": keel.StructuralStream(init="paper")},
-    "fusion": {"structural": keel.StructuralStream(init="paper", inject="fusion")},
-    "learned": {"learned_positions": keel.LearnedPositionsStream(max_positions=20, std=1.0)},
+STREAMS: dict[str, Callable[[], dict[str, Stream]]] = {
+    "bare": dict,
+    "bias": lambda: {"structural": keel.StructuralStream(init="paper")},
+    "fusion": lambda: {"structural": keel.StructuralStream(init="paper", inject="fusion")},
+    "learned": lambda: {"learned_positions": keel.LearnedPositionsStream(max_positions=20, std=1.0)},
 }
 
 
@@ -35,7 +38,7 @@ def _model(name: str, data: TaskData = DATA, seed: int = 0) -> keel.KeelForCausa
         initializer_range=0.5,
     )
     return keel.attach(
-        LlamaForCausalLM(config), STREAMS[name], positions=Positions(scheme="nope") if name == "learned" else None
+        LlamaForCausalLM(config), STREAMS[name](), positions=Positions(scheme="nope") if name == "learned" else None
     )
 
 
@@ -73,6 +76,8 @@ def test_rows_that_are_finished_are_let_go_and_the_others_go_on(name: str, monke
     lengths = set()
     for seed in range(24):  # of random models: some end a row at once, some late, some never
         model = _model(name, seed=seed)
+        with torch.no_grad():
+            model.get_output_embeddings().weight[DATA.tokenizer.eos_token_id] *= 2.0
         prompts = [[DATA.tokenizer.bos_token_id, *range(3, 3 + n)] for n in (1, 2, 3, 4, 5, 5, 4, 3)]
         expected = complete(model, prompts, DATA.tokenizer, max_new_tokens=12, use_cache=False)
         assert complete(model, prompts, DATA.tokenizer, max_new_tokens=12) == expected
@@ -80,6 +85,24 @@ def test_rows_that_are_finished_are_let_go_and_the_others_go_on(name: str, monke
         if kept and len(lengths) > 2:
             break
     assert 0 < min(kept) < 8 and len(lengths) > 2
+
+
+@pytest.mark.parametrize("inject", ["bias", "fusion"])
+@pytest.mark.parametrize("kind", sorted(set(CORRUPTIONS) - set(OF_WHOLE_ROWS)))
+def test_what_is_corrupted_token_by_token_is_completed_from_the_cache_alike(inject: str, kind: str) -> None:
+    alike = set()
+    for seed in range(4):
+        model = _model(inject, seed=seed)
+        for parameter in model.streams.parameters():
+            torch.nn.init.normal_(parameter, std=1.0)
+        prompts = [[DATA.tokenizer.bos_token_id, *range(3, 3 + n)] for n in (1, 5, 3, 4)]
+        intact = complete(model, prompts, DATA.tokenizer, max_new_tokens=10)
+        with corrupted(model, kind):
+            expected = complete(model, prompts, DATA.tokenizer, max_new_tokens=10, use_cache=False)
+            found = complete(model, prompts, DATA.tokenizer, max_new_tokens=10, keep_finished=kind == "other")
+        assert found == expected
+        alike.add(expected == intact)
+    assert False in alike, "the corruption changes nothing: this test could not fail"
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:

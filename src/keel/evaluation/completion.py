@@ -19,7 +19,7 @@ from keel.data import TaskData
 from keel.data.languages import Sample
 from keel.data.tasks import language_tokens
 from keel.errors import KeelError
-from keel.evaluation.corruption import corrupted
+from keel.evaluation.corruption import OF_WHOLE_ROWS, corrupted
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
@@ -38,6 +38,7 @@ def complete(
     max_new_tokens: int,
     batch_size: int = 256,
     use_cache: bool = True,
+    keep_finished: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
     """Return the greedy continuation of every prompt, without the end token and what would follow it.
@@ -46,6 +47,7 @@ def complete(
         prompts: token ids, each at least one; the padding that a batch needs is on the left.
         tokenizer: says which tokens pad and end.
         max_new_tokens: where a continuation without an end token is cut.
+        keep_finished: let rows that are finished stay in the batch, for models in which a row sees another.
         progress: called with the number of finished prompts.
     Raises: KeelError for an empty prompt.
     """
@@ -64,7 +66,7 @@ def complete(
             mask = [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen]
             prompts_BT, mask_BT = torch.tensor(rows, device=device), torch.tensor(mask, device=device)
             if use_cache:
-                new = _greedy(model, prompts_BT, mask_BT, end, max_new_tokens)
+                new = _greedy(model, prompts_BT, mask_BT, (pad, end), max_new_tokens, 0.0 if keep_finished else _KEPT)
             else:
                 new = model.generate(
                     prompts_BT,
@@ -84,9 +86,15 @@ def complete(
 
 
 def _greedy(
-    model: KeelForCausalLM, prompts_BT: Tensor, mask_BT: Tensor, end: int, max_new_tokens: int
+    model: KeelForCausalLM,
+    prompts_BT: Tensor,
+    mask_BT: Tensor,
+    pad_and_end: tuple[int, int],
+    max_new_tokens: int,
+    kept: float,
 ) -> list[list[int]]:
-    """Return what ``generate`` would, but let rows go once enough are finished: most are long before the last one is."""
+    """Return what ``generate`` would, but let rows go once no more than a share ``kept`` is unfinished: most are early."""
+    pad, end = pad_and_end
     new: list[list[int]] = [[] for _ in prompts_BT]
     rows_B = torch.arange(len(new), device=prompts_BT.device)
     going_B = torch.ones_like(rows_B, dtype=torch.bool)
@@ -100,7 +108,8 @@ def _greedy(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, chosen_B = output.past_key_values, output.logits[:, -1].argmax(-1)
+        cache = output.past_key_values
+        chosen_B = output.logits[:, -1].argmax(-1).masked_fill(~going_B, pad)
         for row, token in zip(rows_B.tolist(), chosen_B.tolist(), strict=True):
             new[row].append(token)
         going_B = going_B & (chosen_B != end)
@@ -108,11 +117,11 @@ def _greedy(
             break
         mask_BT, positions_Bt = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], 1), positions_Bt[:, -1:] + 1
         ids_Bt = chosen_B[:, None]
-        if going_B.sum() < _KEPT * len(going_B):
-            kept = going_B.nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
-            rows_B, mask_BT, positions_Bt, ids_Bt = (x[kept] for x in (rows_B, mask_BT, positions_Bt, ids_Bt))
-            going_B = going_B[kept]
+        if going_B.sum() < kept * len(going_B):
+            left = going_B.nonzero().squeeze(1)
+            cache.batch_select_indices(left)
+            rows_B, mask_BT, positions_Bt, ids_Bt = (x[left] for x in (rows_B, mask_BT, positions_Bt, ids_Bt))
+            going_B = going_B[left]
     return new
 
 
@@ -131,7 +140,7 @@ def completion(
         data: the task that the model has learnt.
         samples: strings of each set.
         corruptions: kinds of ``keel.evaluation.corruption``: the first ``corrupted_samples`` strings are completed again with the
-            stream's state so corrupted, without a cache, and once uncorrupted for comparison (``@intact``).
+            stream's state so corrupted, and once uncorrupted for comparison (``@intact``).
         progress: called with what is completed, how many are done, and of how many.
     Returns: ``<language>.<metric>``, then ``<language>.<metric>@<set>``, then ``<language>.<metric>@<corruption>``.
     """
@@ -169,7 +178,8 @@ def _judged(
             prompts,
             data.tokenizer,
             max_new_tokens=language.longest,
-            use_cache=corruption is None,
+            use_cache=corruption not in OF_WHOLE_ROWS,
+            keep_finished=corruption == "other",
             progress=tell,
         )
     texts = [language_tokens(data.tokenizer, ids) for ids in found]

@@ -18,13 +18,15 @@ from keel.model import KeelForCausalLM
 from keel.streams import StructuralStream
 
 CORRUPTIONS = ("permuted", "noise", "zeroed", "other")
+OF_WHOLE_ROWS = ("permuted", "noise")  # the others corrupt a token by itself, also where it comes alone behind a cache
 
 
 @contextmanager
 def corrupted(model: KeelForCausalLM, kind: str, seed: int = 0) -> Iterator[None]:
     """Corrupt the states of every structural stream of ``model`` while the body runs.
 
-    Only a pass over whole sequences is corrupted as said: run without a cache, in which a pass may be one token long.
+    With a kind of ``OF_WHOLE_ROWS`` only a pass over whole sequences is corrupted as said: run without a cache, in which a pass may be
+    one token long.
 
     Args:
         kind: ``permuted``: the states of a row in a random order of its attended tokens; ``noise``: normal noise with each

@@ -50,7 +50,7 @@ class Completion(Section):
     Attributes:
         samples: strings of each set.
         corruptions: kinds of ``keel.evaluation.corruption``: also completed with the stream's state so corrupted.
-        corrupted_samples: strings for each of these; they are decoded without a cache.
+        corrupted_samples: strings for each of these; permuted and noisy ones are decoded without a cache.
     """
 
     samples: Count = 1000
