@@ -51,8 +51,12 @@ def add_shadow(host: nn.Module, settings: Shadow) -> None:
         setattr(base, name, getattr(tuner, name))
     base.keel_shadow = (settings,)
     _fix_last_update(base)
-    states: list[Tensor] = []
-    tuner.shadow_projection[_NAME].register_forward_hook(lambda module, args, state_BTD: states.append(state_BTD))
+    states: list[Tensor] = []  # of the last pass alone
+
+    def keep(module: nn.Module, args: Any, state_BTD: Tensor) -> None:
+        states[:] = [state_BTD]
+
+    tuner.shadow_projection[_NAME].register_forward_hook(keep)
 
     def add_own_loss(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         labels, state_BTD = kwargs.get("labels"), states[-1] if states else None
