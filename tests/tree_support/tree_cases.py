@@ -73,3 +73,25 @@ def model(vocabulary: int, **fields: Any) -> KeelForCausalLM:
     host = AutoModelForCausalLM.from_config(config).double()
     streams = {"tree": TreeStream(init="paper", coefficient=1.0, **fields)} if fields else {}
     return keel.attach(host, streams).eval()
+
+
+def staged_recipe() -> dict[str, Any]:
+    """Fields of a recipe with one arm, ``host``, which trains what others begin with; they add arms and phases."""
+    return {
+        "name": "stages",
+        "title": "Stages",
+        "data": {
+            "corpus": {"source": "stdlib"},
+            "tokenizer": {"bpe": 300},
+            "questions": {"cloze": {"source": "stdlib"}},
+        },
+        "host": {
+            "family": "llama",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+        },
+        "arms": {"host": {"phases": [{"name": "pretraining", "steps": 1, "learning_rate": 1e-3}]}},
+        "evaluation": {"cloze": {"source": "stdlib"}},
+    }

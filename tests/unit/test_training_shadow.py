@@ -37,33 +37,21 @@ IDS = torch.arange(1, 13)[None]
 
 def shadowed(**changes: Any) -> Recipe:
     """A recipe of two arms: one trains the host, the other puts a shadow beside it."""
-    given: dict[str, Any] = {
-        "name": "shadows",
-        "title": "Shadows",
-        "data": {
-            "corpus": {"source": "stdlib"},
-            "tokenizer": {"bpe": 300},
-            "questions": {"cloze": {"source": "stdlib"}},
-        },
-        "host": {
-            "family": "llama",
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-        },
-        "arms": {
-            "host": {"phases": [{"name": "pretraining", "steps": 1, "learning_rate": 1e-3}]},
-            "shadow": {"host_of": "host", "shadow": {"rank": 2, "dropout": 0.0}, **changes},
-        },
-        "phases": [
-            {
-                "name": "adaptation", "steps": 2, "batch_size": 2, "window": 400, "learning_rate": 1e-2,
-                "learns": "questions", "validate_every": 2, "checkpoint_every": 1, "trainable": "adapters",
-            }
-        ],
-        "evaluation": {"cloze": {"source": "stdlib"}},
-    }  # fmt: skip
+    given = cases.staged_recipe()
+    given["arms"]["shadow"] = {"host_of": "host", "shadow": {"rank": 2, "dropout": 0.0}, **changes}
+    given["phases"] = [
+        {
+            "name": "adaptation",
+            "steps": 2,
+            "batch_size": 2,
+            "window": 400,
+            "learning_rate": 1e-2,
+            "learns": "questions",
+            "validate_every": 2,
+            "checkpoint_every": 1,
+            "trainable": "adapters",
+        }
+    ]
     return parse_recipe(given)
 
 

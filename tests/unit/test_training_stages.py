@@ -37,38 +37,19 @@ PHASE: dict[str, Any] = {
 
 def recipe(**changes: Any) -> Recipe:
     """A recipe of two arms: one trains the host, the other begins with it."""
-    given: dict[str, Any] = {
-        "name": "stages",
-        "title": "Stages",
-        "data": {
-            "corpus": {"source": "stdlib"},
-            "tokenizer": {"bpe": 300},
-            "questions": {"cloze": {"source": "stdlib"}},
-        },
-        "trees": {"sources": {"right": "branching:right"}},
-        "host": {
-            "family": "llama",
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-        },
-        "arms": {
-            "host": {"phases": [{"name": "pretraining", "steps": 1, "learning_rate": 1e-3}]},
-            "gtca": {
-                "host_of": "host",
-                "adapters": {"rank": 2},
-                "streams": {"tree": {}},
-                "trees": {"source": "right"},
-            },
-        },
-        "phases": [
-            {"name": "adaptation", **PHASE, "trainable": "adapters", "trees": False},
-            {"name": "structure", **PHASE, "trainable": "streams", "ramp": 0.5},
-            {"name": "joint", **PHASE, "trainable": "adapters_and_streams"},
-        ],
-        "evaluation": {"cloze": {"source": "stdlib"}},
+    given = cases.staged_recipe()
+    given["trees"] = {"sources": {"right": "branching:right"}}
+    given["arms"]["gtca"] = {
+        "host_of": "host",
+        "adapters": {"rank": 2},
+        "streams": {"tree": {}},
+        "trees": {"source": "right"},
     }
+    given["phases"] = [
+        {"name": "adaptation", **PHASE, "trainable": "adapters", "trees": False},
+        {"name": "structure", **PHASE, "trainable": "streams", "ramp": 0.5},
+        {"name": "joint", **PHASE, "trainable": "adapters_and_streams"},
+    ]
     arms = changes.pop("arms", {})
     given["arms"] = {**given["arms"], **{name: {**given["arms"].get(name, {}), **arm} for name, arm in arms.items()}}
     return parse_recipe({**given, **changes})
