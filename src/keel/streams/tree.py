@@ -31,6 +31,7 @@ from transformers import initialization as init
 from keel.errors import KeelError, ShapeError, suggest
 from keel.hosts import HostShape
 from keel.ops.padding import take_columns
+from keel.ops.spans import span_means
 from keel.streams.base import Flow, PassInputs, PassResult, State, Stream
 from keel.trees.chunks import collate, joined
 from keel.trees.lookup import Lookup, open_lookup
@@ -273,18 +274,14 @@ class TreeStream(Stream):
             height_BH: of each shelf, the same in every row. What is higher than all layers that read is read by none.
         Returns: [B, H, M, D] in the dtype of the stream's weights. Reference twin: ``reference_memory``.
         """
-        exact_BSD = packed_BSD.to(torch.promote_types(packed_BSD.dtype, torch.float32))
-        sums_BSD = F.pad(exact_BSD.cumsum(1), (0, 0, 1, 0))
         # Shelves first, so that those of a height lie together for the product, and are not copied.
-        edges_2HBM = torch.stack([right_BHM + 1, left_BHM]).clamp(max=packed_BSD.shape[1]).transpose(1, 2)
-        starts_B1 = torch.arange(len(packed_BSD), device=packed_BSD.device).unsqueeze(1) * sums_BSD.shape[1]
-        taken_ND = sums_BSD.flatten(0, 1).index_select(0, (edges_2HBM + starts_B1).flatten())
-        upper_HND, lower_HND = taken_ND.view(2, left_BHM.shape[1], -1, packed_BSD.shape[2])
-        length_HN1 = (right_BHM - left_BHM + 1).transpose(0, 1).flatten(1).unsqueeze(-1)
-        means_HND = (upper_HND - lower_HND) / length_HN1
+        left_N, right_N = (tensor.transpose(0, 1).flatten() for tensor in (left_BHM, right_BHM))
+        batch, shelves, size = left_BHM.shape
+        row_HBM = torch.arange(batch, device=left_BHM.device).view(1, -1, 1).expand(shelves, -1, size)
+        means_HND = span_means(packed_BSD, row_HBM.flatten(), left_N, right_N).unflatten(0, (shelves, -1))
         weights_HDE = self.weight_height.mT[height_BH[0].clamp(max=self.num_heights - 1)]
         normed_HND: Tensor = self.norm(torch.bmm(means_HND.to(weights_HDE.dtype), weights_HDE))
-        return normed_HND.to(weights_HDE.dtype).unflatten(1, (len(packed_BSD), -1)).transpose(0, 1)
+        return normed_HND.to(weights_HDE.dtype).unflatten(1, (batch, -1)).transpose(0, 1)
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Keep what the attention reads; add lambda mask_t Delta_t to what it gives (Eqs. 4 to 8)."""
