@@ -41,6 +41,9 @@ from keel.training import Recipe, load_recipe
 from keel.training.build import load_data, matched_widths
 
 _MOST_JOBS = 4
+# Where the system's allocator reads these, large tensors' memory is kept for the next ones. Given back and taken anew, it costs a
+# quarter of a training step's processor time (logits of 8 x 512 tokens over 4,096 words) in pages that are zeroed.
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 _MAY_CHANGE = {"seeds", "title", "serves", "expected_minutes", "reference", "label"}
 
 
@@ -280,7 +283,8 @@ class _Pool:
         threads = max(1, _cores() // self.jobs)
         words = [sys.executable, "-m", "keel.experiment", str(self.out), unit.arm, str(unit.seed)]
         words += ["--threads", str(threads), *(["--device", self.device] if self.device else [])]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        of_threads = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**_KEEP_MEMORY, **os.environ, **of_threads}
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
