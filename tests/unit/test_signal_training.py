@@ -184,6 +184,25 @@ def test_every_loss_reaches_the_path_and_the_total_is_their_sum() -> None:
     assert noisy.item() != base.item(), "hidden noise changes what the host computes"
 
 
+def test_targets_keep_float32_where_the_host_computes_in_bfloat16() -> None:
+    model, batch = model_of(init="paper").train(), batch_of()
+    wanted = phase_of(dynamics={"losses": EVERY}).dynamics
+    with torch.autocast("cpu", torch.bfloat16):
+        _, output = disrupted_pass(model, batch, wanted, 60, 72)
+    stream = model.wires.streams["dynamic_state"]
+    signals = {name.partition(".")[2]: value for name, value in output.signals.items()}
+    targets = signal_targets(
+        batch["level"],
+        signals["query"].detach(),
+        signals["substrate"],
+        stream.directions(signals["tpc"]),
+        stream.config.retention,
+    )
+    expected = signal_losses(signals, targets, batch["level"], EVERY)
+    for name, value in expected.items():
+        torch.testing.assert_close(output.losses[f"dynamic_state.{name}"], value / 72, rtol=1e-6, atol=1e-7)
+
+
 def test_an_inactive_path_is_out_of_the_way() -> None:
     model, batch = model_of(init="paper").train(), batch_of(kinds=("tokens",))
     wanted = phase_of(trainable="host", dynamics={"losses": {}, "base": 1.0, "active": False}).dynamics
