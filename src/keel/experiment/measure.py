@@ -237,7 +237,7 @@ def _selective_words(subject: Subject) -> list[ItemMetric]:
     found = selective_words(
         subject.model,
         _prior(subject),
-        read_passages(documents, subject.data.tokenizer)[: wanted.count],
+        read_passages(documents, subject.data.tokenizer, single_token=wanted.single_token)[: wanted.count],
         wanted.name,
         device=subject.device,
         progress=lambda done: subject.tell("sure and wrong last words", done, wanted.count),

@@ -91,7 +91,8 @@ def disrupted_pass(
     cross_entropy = output.loss - sum(streams.values()) if wanted.base else output.logits.new_zeros(())
     losses = dict(streams)
     if found is not None and wanted.losses:
-        with torch.autocast(batch["level"].device.type, enabled=False):  # signals and targets are of float32, as the path is
+        # Signals and targets are of float32, as the path is.
+        with torch.autocast(batch["level"].device.type, enabled=False):
             losses |= _path_losses(*found, output, batch["level"], wanted.losses, num_tokens)
     output.losses = losses or None
     return wanted.base * cross_entropy + sum(losses.values()), output

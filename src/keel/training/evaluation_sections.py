@@ -141,11 +141,13 @@ class SelectiveWords(Section):
     Attributes:
         passages: fields of ``keel.data.corpora.CorpusConfig``, the source of the passages.
         count: passages scored.
+        single_token: keep only passages whose last word is one token: a small model gets hardly another right.
         name: family of the metrics.
     """
 
     passages: dict[str, Any]
     count: Count = 500
+    single_token: bool = False
     name: str = "lambada"
 
 
