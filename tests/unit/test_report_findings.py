@@ -179,6 +179,14 @@ def test_higher_and_lower_are_each_better_where_the_file_says_so() -> None:
     assert verdict(make_text()).status == "helped" and "in all 4 (" in verdict(make_text()).headline
 
 
+def test_where_all_arms_have_the_same_value_nothing_is_told() -> None:
+    same, apart = verdict(a_and_b(0.0, 0.0)), verdict(a_and_b(0.0, 0.0001))
+    assert same.status == "undecided" and same.sentences[0].startswith(
+        "In x share nothing can be told: every arm has 0.000."
+    )
+    assert not any("nothing can be told" in sentence for sentence in apart.sentences)
+
+
 def test_without_paired_comparisons_other_measurements_rest_on_their_intervals() -> None:
     apart, overlapping = (verdict(a_and_b(*means, compare=False)) for means in ((0.6, 0.5), (0.503, 0.5)))
     assert apart.status == "mixed" and "(their 95 % intervals are apart)" in apart.sentences[0]
@@ -244,7 +252,8 @@ def test_at_most_six_measurements_are_put_into_words() -> None:
 
 def test_a_decided_measurement_is_told_before_undecided_ones() -> None:
     means = {f"probe.m{index}": 0.5 for index in range(9)}
-    arms: dict[str, Any] = {"a": ("A", [], means), "b": ("B", ["structural"], {**means, "probe.m8": 0.6})}
+    close = {name: 0.5001 for name in means}
+    arms: dict[str, Any] = {"a": ("A", [], means), "b": ("B", ["structural"], {**close, "probe.m8": 0.6})}
     told = [sentence for sentence in verdict(make_measured(arms)).sentences if "the stream helped" in sentence]
     assert [sentence for sentence in told if "undecided" not in sentence] == [told[-1]] and "probe m8" in told[-1]
     assert len(told) == 6 and "probe m0" in told[0], "the order of the file is kept"

@@ -179,6 +179,9 @@ def _contrast_sentence(results: Results, status: Status, result: Contrast) -> st
         measured(results, result.baseline, result.metric),
     )
     because = evidence(result)
+    means = [mean_of(arm, result.metric) for arm in results.arms.values()]
+    if status == "undecided" and len(set(means)) == 1:
+        return f"{where} nothing can be told: every arm has {quantity}{number(means[0])}."
     if status == "undecided":
         return (
             f"{where} it is undecided whether the stream helped: {best} has {quantity}{ours}; {peer}, the best "
