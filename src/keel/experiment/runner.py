@@ -42,7 +42,7 @@ from keel.training.build import load_data, matched_widths
 
 _MOST_JOBS = 4
 # Where the system's allocator reads these, large tensors' memory is kept for the next ones. Given back and taken anew, it costs a
-# quarter of a training step's processor time (logits of 8 x 512 tokens over 4,096 words) in pages that are zeroed.
+# fifth of a training step's processor time (logits of 8 x 512 tokens over 4,096 words) in pages that are zeroed.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 _MAY_CHANGE = {"seeds", "title", "serves", "expected_minutes", "reference", "label"}
 
