@@ -202,6 +202,32 @@ def test_measurements_added_later_are_made_on_what_is_trained(
     assert more.arms["window"].metrics["span.distance@32"].mean != more.arms["rope"].metrics["span.distance@32"].mean
 
 
+def test_a_measurement_asked_for_differently_is_made_anew_and_no_other(
+    recipe: Recipe, results: Results, out: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(out, tmp_path / "again")
+    out = tmp_path / "again"
+    trained = {path: path.stat().st_mtime_ns for path in out.glob("*/seed0/training.json")}
+    given = recipe.model_dump(mode="json", exclude_none=True)
+
+    def run(**sections: Any) -> Results:
+        changed = parse_recipe(merge(given, {"evaluation": sections}))
+        return run_experiment(changed, out, resume=True, only=["rope"], device="cpu", jobs=1)
+
+    short = run(extrapolation={"lengths": [16, 32]}, span={"lengths": [16], "sequences": 2}).arms["rope"].metrics
+    assert "ppl@64" not in short and short["ppl@16"].mean is not None
+    assert "span.distance@16" in short and "span.distance@32" not in short
+    path = out / "rope/seed0/evaluation.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    for sums in kept["extrapolation"]["sums"].values():
+        sums["nll"] = [2 * nll for nll in sums["nll"]]
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    longer = run(extrapolation={"lengths": [16, 32]}, span={"lengths": [16, 32], "sequences": 2}).arms["rope"].metrics
+    assert longer["ppl@32"].mean == pytest.approx((short["ppl@32"].mean or 0) ** 2), "what was written down was kept"
+    assert "span.distance@32" in longer
+    assert {path: path.stat().st_mtime_ns for path in trained} == trained, "no arm was trained anew"
+
+
 def test_an_arm_that_would_change_the_others_is_refused(recipe: Recipe, results: Results, out: Path) -> None:
     large = _with_arm(recipe, "large", streams={"structural": {"share": "layer", "init": "paper"}})
     with pytest.raises(KeelError, match=r"give arm 'rope' a width of .*; run all arms in another folder"):

@@ -10,7 +10,7 @@ import matplotlib.image
 import numpy as np
 
 from keel.evaluation.items import ItemMetric
-from keel.experiment.measure import Evaluation
+from keel.experiment.measure import Evaluation, Measurement
 from keel.experiment.pictures import ATTENTION_FILE, SUPPORT_FILE, draw_heat_maps, pictures
 from keel.experiment.robustness_pictures import margin_weights, robustness_pictures
 from keel.training import Recipe
@@ -71,7 +71,7 @@ def evaluation(level: float, metrics: tuple[str, ...]) -> Evaluation:
         )
         for name in metrics
     }
-    return Evaluation(metrics=items, sections=("robustness",), seconds=1.0)
+    return Evaluation(measurements={"robustness": Measurement(asked={}, metrics=items)}, seconds=1.0)
 
 
 def test_robustness_is_drawn_by_kind_of_noise_and_by_weight_of_the_prior(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def collect(recipe: Recipe, plan: Plan, out: Path) -> Results | None:
     """
     evaluations = {
         arm: {
-            seed: found for seed in recipe.seeds if (found := read_evaluation(Unit(arm, seed).folder(out))) is not None
+            seed: found
+            for seed in recipe.seeds
+            if (found := read_evaluation(recipe, Unit(arm, seed).folder(out))) is not None
         }
         for arm in recipe.arms
     }

@@ -72,7 +72,7 @@ class Display:
         self.done += 1
         self.bars.remove_task(self.tasks.pop(unit))
         self.bars.update(self.whole, completed=self.done)
-        evaluation = read_evaluation(unit.folder(self.out))
+        evaluation = read_evaluation(self.recipe, unit.folder(self.out))
         if evaluation is None:
             return
         seconds = time.monotonic() - self.begun[unit]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from keel.data import CorpusConfig, MaskedCorpus, Segment, TaskData, TokenCorpus, evaluation_segments, read_documents
 from keel.errors import KeelError, build_config
@@ -43,6 +44,20 @@ from keel.positions import Positions, set_positions
 from keel.streams import MarginPrior, StructuralStream
 from keel.training import Recipe
 from keel.training.evaluation_sections import Windows
+from keel.training.section import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one section of a recipe's ``evaluation`` found on a unit.
+
+    Attributes:
+        asked: the section's settings, as plain JSON values.
+        metrics: by name, whatever is a ratio over items.
+    """
+
+    asked: dict[str, Any]
+    metrics: dict[str, ItemMetric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +66,54 @@ class Evaluation:
 
     Attributes:
         extrapolation: sums per length and document, None where the recipe does not ask for it.
-        metrics: by name, whatever is a ratio over items.
-        sections: of the recipe's ``evaluation`` that were measured.
+        measurements: by section of the recipe's ``evaluation``.
         seconds: how long it took.
     """
 
     extrapolation: ExtrapolationResult | None = None
-    metrics: dict[str, ItemMetric] = field(default_factory=dict)
-    sections: tuple[str, ...]
+    measurements: dict[str, Measurement]
     seconds: float
+
+    @property
+    def metrics(self) -> dict[str, ItemMetric]:
+        """The metrics of all sections, by name."""
+        return {name: metric for found in self.measurements.values() for name, metric in found.metrics.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        found: dict[str, Any] = {"seconds": self.seconds, "sections": list(self.sections)}
+        found: dict[str, Any] = {"seconds": self.seconds}
         if self.extrapolation is not None:
             found["extrapolation"] = self.extrapolation.to_json()
-        if self.metrics:
-            found["metrics"] = {name: metric.to_json() for name, metric in self.metrics.items()}
+        found["measurements"] = {
+            section: {
+                "asked": made.asked,
+                "metrics": {name: metric.to_json() for name, metric in made.metrics.items()},
+            }
+            for section, made in self.measurements.items()
+        }
         return found
 
+    @staticmethod
+    def from_json(given: dict[str, Any]) -> Evaluation:
+        """Return what ``to_json`` wrote down.  Raises: ValueError, TypeError, KeyError, AttributeError for anything else."""
+        lengths = given.get("extrapolation")
+        return Evaluation(
+            extrapolation=None if lengths is None else ExtrapolationResult.from_json(lengths),
+            measurements={
+                section: Measurement(
+                    asked=made["asked"],
+                    metrics={name: ItemMetric.from_json(name, values) for name, values in made["metrics"].items()},
+                )
+                for section, made in given["measurements"].items()
+            },
+            seconds=given["seconds"],
+        )
 
-def read_evaluation(folder: Path) -> Evaluation | None:
-    """Return what was measured on a unit, None where it is not finished.
+
+def read_evaluation(recipe: Recipe, folder: Path) -> Evaluation | None:
+    """Return what was measured on a unit as ``recipe`` asks for it, None where there is nothing.
+
+    Sections that the recipe does not have, or has with other settings now, are left out.
 
     Raises: KeelError when the file is damaged.
     """
@@ -80,45 +121,56 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     if not path.is_file():
         return None
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        lengths = given.get("extrapolation")
-        return Evaluation(
-            extrapolation=None if lengths is None else ExtrapolationResult.from_json(lengths),
-            metrics={name: ItemMetric.from_json(name, values) for name, values in given.get("metrics", {}).items()},
-            sections=tuple(given.get("sections", ("extrapolation",))),
-            seconds=given["seconds"],
-        )
+        found = Evaluation.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise KeelError(f"{path}: not an evaluation ({error}); remove it to evaluate this arm again") from error
+    wanted = wanted_sections(recipe)
+    kept = {name: made for name, made in found.measurements.items() if _is_as_asked(wanted.get(name), made)}
+    if not kept:
+        return None
+    lengths = found.extrapolation if "extrapolation" in kept else None
+    return Evaluation(extrapolation=lengths, measurements=kept, seconds=found.seconds)
 
 
-def wanted_sections(recipe: Recipe) -> list[str]:
-    """Return what a recipe asks to measure."""
-    return [name for name in type(recipe.evaluation).model_fields if getattr(recipe.evaluation, name) is not None]
+def wanted_sections(recipe: Recipe) -> dict[str, Section]:
+    """Return what a recipe asks to measure, by name."""
+    fields = ((name, getattr(recipe.evaluation, name)) for name in type(recipe.evaluation).model_fields)
+    return {name: section for name, section in fields if section is not None}
+
+
+def _is_as_asked(wanted: Section | None, made: Measurement) -> bool:
+    if wanted is None:
+        return False
+    try:  # through the section, so that a setting that came later has its default
+        return type(wanted).model_validate(made.asked) == wanted
+    except ValidationError:
+        return False
 
 
 def is_measured(recipe: Recipe, folder: Path) -> bool:
     """Whether everything that the recipe asks for was measured on the unit in ``folder``."""
-    found = read_evaluation(folder)
-    return found is not None and set(wanted_sections(recipe)) <= set(found.sections)
+    found = read_evaluation(recipe, folder)
+    return found is not None and set(wanted_sections(recipe)) <= set(found.measurements)
 
 
 def measure(subject: Subject, before: Evaluation | None = None) -> Evaluation:
     """Measure all that the recipe asks for and ``before`` does not have; return both together."""
     started = time.perf_counter()
-    wanted = wanted_sections(subject.recipe)
-    done = () if before is None else before.sections
+    made = {} if before is None else dict(before.measurements)
     lengths = None if before is None else before.extrapolation
-    metrics = {} if before is None else dict(before.metrics)
-    if "extrapolation" in wanted and "extrapolation" not in done:
-        lengths = _extrapolation(subject)
-    for name, run in _METRICS.items():
-        if name in wanted and name not in done:
-            metrics |= {metric.name: metric for metric in run(subject)}
+    for name, wanted in wanted_sections(subject.recipe).items():
+        if name in made:
+            continue
+        if name == "extrapolation":
+            lengths, found = _extrapolation(subject), []
+        else:
+            found = _METRICS[name](subject)
+        made[name] = Measurement(
+            asked=wanted.model_dump(mode="json"), metrics={metric.name: metric for metric in found}
+        )
     return Evaluation(
         extrapolation=lengths,
-        metrics=metrics,
-        sections=tuple(dict.fromkeys([*done, *wanted])),
+        measurements={name: made[name] for name in ("extrapolation", *_METRICS) if name in made},
         seconds=time.perf_counter() - started + (0.0 if before is None else before.seconds),
     )
 

@@ -44,7 +44,7 @@ _MOST_JOBS = 4
 # Where the system's allocator reads these, large tensors' memory is kept for the next ones. Given back and taken anew, it costs a
 # fifth of a training step's processor time (logits of 8 x 512 tokens over 4,096 words) in pages that are zeroed.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-_MAY_CHANGE = {"seeds", "title", "serves", "expected_minutes", "reference", "label"}
+_MAY_CHANGE = {"evaluation", "seeds", "title", "serves", "expected_minutes", "reference", "label"}
 
 
 def run_experiment(
@@ -146,8 +146,8 @@ def _kept(value: Any) -> Any:
 def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any, Any] | None:
     """The first place where two recipes differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
-        # Arms and measurements may be added to a run; no other field may appear or go.
-        added = path in (("arms",), ("evaluation",))
+        # Arms may be added to a run; no other field may appear or go.
+        added = path == ("arms",)
         keys = [key for key in before if before[key] is not None] if added else {**before, **now}
         pairs = [(str(key), before.get(key), now.get(key)) for key in keys]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):

@@ -16,7 +16,7 @@ from keel.evaluation.results import Arm, Picture, Provenance, Reference, Results
 from keel.evaluation.scalar_prior import conditional_density, density_grid, scalar_metrics, scalar_paths
 from keel.evaluation.statistics import Array
 from keel.experiment.collect import Statistics, git_commit, package_versions
-from keel.experiment.measure import Evaluation
+from keel.experiment.measure import Evaluation, Measurement
 from keel.files import write_atomically
 from keel.training.recipe import Simulation, load_any
 
@@ -72,7 +72,11 @@ def _evaluations(simulation: Simulation, name: str) -> dict[int, Evaluation]:
         return {metric.name: metric for metric in found}
 
     return {
-        seed: Evaluation(metrics=metrics(seed), sections=("scalar_prior",), seconds=0.0) for seed in simulation.seeds
+        seed: Evaluation(
+            measurements={"scalar_prior": Measurement(asked=prior.model_dump(mode="json"), metrics=metrics(seed))},
+            seconds=0.0,
+        )
+        for seed in simulation.seeds
     }
 
 

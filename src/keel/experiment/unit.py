@@ -4,7 +4,7 @@ OUT/recipe.yaml                     the resolved recipe
 OUT/plan.json                       a ``Plan``: what all units must agree on
 OUT/<arm>/seed<k>/training.json     ``keel.training.TrainingReport``
 OUT/<arm>/seed<k>/model/            finished weights with their tokenizer
-OUT/<arm>/seed<k>/evaluation.json   what was measured; it is written last, so that its presence means done
+OUT/<arm>/seed<k>/evaluation.json   what was measured, and with which settings; it is written last
 """
 
 from __future__ import annotations
@@ -150,7 +150,11 @@ def evaluate_unit(
         folder=unit.folder(out),
         seed=unit.seed,
     )
-    content = {"arm": unit.arm, "seed": unit.seed, **measure(subject, read_evaluation(unit.folder(out))).to_json()}
+    content = {
+        "arm": unit.arm,
+        "seed": unit.seed,
+        **measure(subject, read_evaluation(recipe, unit.folder(out))).to_json(),
+    }
     write_json(unit.folder(out) / "evaluation.json", content)
 
 
