@@ -589,10 +589,29 @@ def _write_docs(files: list[Path], folder: Path) -> list[Path]:
         keep_results(file, folder / "data" / f"{results.recipe}.{results.scale}.json")
         pages[folder / f"{paper}.md"] = paper
     data = folder / "data"
-    return [
-        write_docs_page(sorted([*data.glob(f"{paper}.*.json"), *data.glob(f"{paper}/**/*.json")]), page)
-        for page, paper in pages.items()
-    ]
+    written = []
+    for page, paper in pages.items():
+        kept = sorted([*data.glob(f"{paper}.*.json"), *data.glob(f"{paper}/**/*.json")])
+        for file in kept:
+            _renew_reference(file)
+        written.append(write_docs_page(kept, page))
+    return written
+
+
+def _renew_reference(file: Path) -> None:
+    """Put what the recipe says of the paper today into a results file that was kept: a correction needs no new run."""
+    from keel.evaluation.results import Reference, read_results, write_results
+    from keel.training import load_recipe
+
+    results = read_results(file)
+    try:
+        recipe = load_recipe(results.recipe, results.scale)
+    except KeelError:  # the user's own, or one that trains nothing
+        return
+    if recipe.reference is not None:
+        reference = Reference(**recipe.reference.model_dump())
+        if reference != results.reference:
+            write_results(results.model_copy(update={"reference": reference}), file)
 
 
 def _device(device: Device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report_support"))
 
 from report_cases import ARMS, DYCK, PAPER, make_dyck, make_measured, make_mixed, make_results, make_text
 
-from keel.evaluation.results import Metric, Results
+from keel.evaluation.results import Metric, Results, Target
 from keel.report.contrasts import contrast, ranking, reference_value, tally
 from keel.report.findings import verdict
 from keel.report.metrics import groups_of, metric_phrase, primary_metrics
 from keel.report.reproduction import reproduction
 from keel.report.tables import group_table, single_table
+from keel.report.targets import targets_table
 from keel.report.text import duration, interval, joined, number, probability, size_of
 
 NEAR_FAR = (256, 1024)
@@ -81,7 +83,10 @@ def test_sentences_tell_lengths_growth_training_parameters_and_seeds() -> None:
         "Window + structural stream has a lower perplexity than every arm without a stream at 10 of 10 lengths" in text
     )
     assert "At 256 tokens, the shortest length, " in text
-    assert "From 256 to 40,960 tokens perplexity grows by ×" in text and "% closer to 1)" in text
+    assert "From 256 to 40,960 tokens perplexity grows by ×" in text
+    assert re.search(r"for RoPE \+ structural stream \(\d+% closer to 1, ×0\.\d+ of it\)", text), (
+        "both ways to say that growth was cut"
+    )
     assert "Along training, validation perplexity of RoPE + structural stream is 1.000 of that of RoPE" in text
     assert "Parameters are matched within 0.11%" in text and "1,151,232" in text and "1,149,952" in text
     assert "3 seeds" in text
@@ -304,6 +309,8 @@ def test_reproduction_tells_single_orderings_and_values_apart() -> None:
         "Dyck structural accuracy of RoPE below NoPE": True,
         "Dyck structural accuracy of RoPE below RoPE + structural stream": True,
         "Dyck structural accuracy of NoPE below RoPE + structural stream": True,
+        "Dyck structural accuracy at length 64 of RoPE: 0.6000": False,
+        "Dyck structural accuracy at length 64 of RoPE + structural stream: 0.9300": False,
         "Dyck structural accuracy of RoPE: 0.5420": False,
         "Dyck structural accuracy of NoPE: 0.7760": True,
         "Dyck structural accuracy of RoPE + structural stream: 0.9260": True,
@@ -347,6 +354,55 @@ def test_the_tally_counts_better_undecided_and_worse_lengths() -> None:
     results = two_arms(4.9, -0.2, reference=None)
     assert tally(results, "ppl", "structural", "rope") == (1, 0, 1)
     assert tally(two_arms(4.7, 0.06, noise=0.05), "ppl", "structural", "rope") == (0, 2, 0)
+
+
+def test_values_of_several_conditions_are_one_finding() -> None:
+    arms: dict[str, Any] = {"a": ("A", [], {f"x.y@layer{layer}": 0.5 for layer in range(3)})}
+    values = {"a": {"x.y@layer0": 0.5, "x.y@layer2": 0.9}}
+    [finding] = reproduction(make_measured(arms, reference=PAPER.model_copy(update={"values": values})))
+    assert finding.claim == "x y of A at layer 0 and 2: 0.5000 and 0.9000"
+    assert finding.here == "0.5000 and 0.5000; 1 of 2 agree within their intervals" and finding.reproduced is False
+    assert not reproduction(make_measured(arms, reference=PAPER.model_copy(update={"values": {"a": {"x.z": 1.0}}})))
+
+
+def outcome(arm: str, *, why: str = "", **fields: Any) -> list[str]:
+    """The cells of one target of the bracket words: what is asked, what is there, the outcome, whose it is and why."""
+    target = Target(says="it is so", metric="dyck.structural_accuracy", arm=arm, why=why, **fields)
+    table = targets_table(make_dyck(reference=PAPER.model_copy(update={"targets": [target]})))
+    assert table is not None and [row.label for row in table.rows] == ["it is so"]
+    return [cell.text for cell in table.rows[0].cells]
+
+
+def test_targets_are_met_or_missed_by_the_mean_and_decidedly_by_the_interval() -> None:
+    mean = make_dyck().arms["structural"].metrics["dyck.structural_accuracy"].mean
+    low, high = make_dyck().arms["structural"].metrics["dyck.structural_accuracy"].ci95 or (0.0, 0.0)
+    assert mean is not None and low < mean < high
+    words = {
+        bound: outcome("structural", least=bound)[2]
+        for bound in (low - 0.1, (low + mean) / 2, (mean + high) / 2, high + 0.1)
+    }
+    assert list(words.values()) == ["met", "met, not decidedly", "missed, not decidedly", "missed"]
+    assert outcome("structural", most=high + 0.1)[2] == "met" and outcome("structural", most=low - 0.1)[2] == "missed"
+
+
+def test_targets_against_a_baseline_are_differences_or_ratios() -> None:
+    arms = make_dyck().arms
+    ours, theirs = (arms[name].metrics["dyck.structural_accuracy"].mean or 0.0 for name in ("structural", "rope"))
+    asked, here, said, whose = outcome("structural", baseline="rope", least=0.01, why="Never mind.")
+    assert (asked, said) == ("≥ +0.0100", "met") and here == number(ours - theirs, signed=True)
+    assert whose == "RoPE + structural stream minus RoPE.", "why it was missed is for what was missed"
+    asked, here, said, whose = outcome("rope", baseline="structural", ratio=True, most=0.1, why="Too near.")
+    assert (asked, here, said) == ("≤ 0.1000", number(theirs / ours), "missed")
+    assert whose == "RoPE over RoPE + structural stream. Too near."
+
+
+def test_targets_of_arms_that_were_not_run_are_left_out() -> None:
+    target = Target(says="it is so", metric="dyck.structural_accuracy", arm="nobody", least=0.5)
+    assert targets_table(make_dyck(reference=PAPER.model_copy(update={"targets": [target]}))) is None
+    assert targets_table(make_dyck(reference=None)) is None
+    for bad in ({}, {"least": 0.1, "most": 0.2}, {"least": 0.1, "ratio": True}):
+        with pytest.raises(ValueError, match=r"least and most|needs a baseline"):
+            Target(says="it is so", metric="x", arm="a", **bad)
 
 
 def test_reproduction_tells_orderings_and_growth_apart() -> None:

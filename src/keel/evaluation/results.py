@@ -110,6 +110,31 @@ class Comparison(_Model):
     p: Probability | None
 
 
+class Target(_Model):
+    """What is asked of one metric of an arm, by itself or against a baseline.
+
+    With a baseline it is the difference arm − baseline that is asked for, or with ``ratio`` arm / baseline; ``least`` or ``most``
+    bounds it. ``why`` says, for a target that is missed, what the measurements tell about the reason.
+    """
+
+    says: Name
+    metric: Name
+    arm: Name
+    baseline: Name | None = None
+    ratio: bool = False
+    least: Number | None = None
+    most: Number | None = None
+    why: str = ""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Target:
+        if (self.least is None) == (self.most is None):
+            raise ValueError("give one of least and most")
+        if self.ratio and self.baseline is None:
+            raise ValueError("a ratio needs a baseline")
+        return self
+
+
 class Reference(_Model):
     """What the paper printed: by arm, then by metric. Arms and metrics that were not run may appear."""
 
@@ -117,6 +142,7 @@ class Reference(_Model):
     table: Name
     note: str = ""
     values: dict[Name, dict[Name, Number]]
+    targets: list[Target] = []
 
 
 def _inside(file: str) -> str:
@@ -141,6 +167,7 @@ class Provenance(_Model):
     versions: dict[Name, str]
     device: str
     seeds: Annotated[list[StrictInt], Field(min_length=1)]
+    setting: str = ""
     documents: Count | None = None
     started: AwareDatetime
     wall_s: Annotated[Number, Field(ge=0)]
@@ -195,6 +222,7 @@ MODELS: dict[tuple[str, ...], type[_Model]] = {
     ("arms", "curves"): Curve,
     ("comparisons",): Comparison,
     ("reference",): Reference,
+    ("reference", "targets"): Target,
     ("figures",): Picture,
 }
 """Each model by where it stands in the file, the names of arms, metrics and curves left out."""

@@ -25,7 +25,7 @@ from keel.experiment.robustness_pictures import robustness_pictures
 from keel.experiment.selection import coefficient_pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
-from keel.training import Recipe, TrainingReport, read_training_report
+from keel.training import Phase, Recipe, TrainingReport, read_training_report
 
 _PACKAGES = ("keel", "torch", "transformers", "accelerate", "tokenizers", "numpy")
 
@@ -205,10 +205,44 @@ def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int | None) ->
         versions=package_versions(),
         device=_device(recipe, out),
         seeds=recipe.seeds,
+        setting=setting_of(recipe),
         documents=documents,
         started=datetime.datetime.fromisoformat(plan.started),
         wall_s=plan.wall_s,
     )
+
+
+def setting_of(recipe: Recipe) -> str:
+    """Say on what, how wide and how long the arms were trained: what they have in common."""
+    return "; ".join([_host_in_words(recipe), _data_in_words(recipe), *map(_phase_in_words, recipe.phases)])
+
+
+def _host_in_words(recipe: Recipe) -> str:
+    host = recipe.host
+    if "checkpoint" in host:
+        return f"host {host['checkpoint']}"
+    named = (("hidden_size", "{:,} wide"), ("semantic_size", "{:,} semantic channels"), ("position_size", "{:,} of position"),
+             ("num_hidden_layers", "{} layers"), ("num_attention_heads", "{} heads"))  # fmt: skip
+    return ", ".join([f"{host['family']}", *(words.format(host[field]) for field, words in named if field in host)])
+
+
+def _data_in_words(recipe: Recipe) -> str:
+    data = recipe.data
+    if data.task is not None:
+        return f"{data.task.language}, {data.task.train_samples:,} strings"
+    corpus = str((data.corpus or {}).get("source", ""))
+    tokenizer = data.tokenizer
+    if tokenizer is None:
+        return corpus
+    return f"{corpus}, " + (
+        f"BPE of {tokenizer.bpe:,}" if tokenizer.bpe is not None else f"tokenizer {tokenizer.pretrained}"
+    )
+
+
+def _phase_in_words(phase: Phase) -> str:
+    batch = phase.batch_size * phase.accumulation
+    of = f" of {phase.window:,} tokens" if phase.learns == "text" else ""
+    return f"{phase.name}: {phase.steps:,} steps, batches of {batch:,}{of}, learning rate {phase.learning_rate:g}"
 
 
 def package_versions() -> dict[str, str]:

@@ -45,9 +45,10 @@ def measure_gates(subject: Subject) -> list[ItemMetric]:
         # Of all sites together, the mean of their shares: the mean gate over sites may be far from 0 and 1 while they are not.
         chosen = [row] if where else [other for other in found.rows if other.site != MEAN_SITE]
         share = sum(other.low_share + other.high_share for other in chosen) / len(chosen)
-        metrics.append(
-            mean(f"gate.saturation{where or '@all'}", [share], unit="share of tokens", higher_is_better=False)
-        )
+        if stream.config.gate == "scalar":  # of a gate a channel the signal is the mean, which says nothing of its channels
+            metrics.append(
+                mean(f"gate.saturation{where or '@all'}", [share], unit="share of tokens", higher_is_better=False)
+            )
         if isinstance(subject.data, TaskData):
             metrics.append(
                 ItemMetric(
@@ -59,6 +60,16 @@ def measure_gates(subject: Subject) -> list[ItemMetric]:
                     denominators=tuple(0.0 if math.isnan(r) else 1.0 for r in row.r),
                 )
             )
+            if not where:
+                metrics.append(
+                    ItemMetric(
+                        name="alpha_depth.significant",
+                        unit="share of strings with p < 0.05",
+                        higher_is_better=True,
+                        numerators=tuple(float(p < 0.05) for p in row.p),
+                        denominators=tuple(0.0 if math.isnan(p) else 1.0 for p in row.p),
+                    )
+                )
     return metrics
 
 

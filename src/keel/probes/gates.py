@@ -60,6 +60,11 @@ class GateRow:
     low_share: float
     high_share: float
 
+    @property
+    def significant_share(self) -> float:
+        """Share of the sequences with an r whose p is below 0.05; NaN where none has one."""
+        return mean_of([float(p < 0.05) for p in self.p if not math.isnan(p)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class GateDepth:
@@ -77,7 +82,7 @@ class GateDepth:
 
     def metrics(self) -> dict[str, float]:
         """Return ``gates.QUANTITY`` of the mean over sites, and ``gates.QUANTITY_SITE@layerK`` of every site."""
-        names = ("mean_r", "pooled_r", "mean_gate", "low_share", "high_share")
+        names = ("mean_r", "significant_share", "pooled_r", "mean_gate", "low_share", "high_share")
         return {
             f"gates.{name}{'' if row.site == MEAN_SITE else f'_{row.site}'}": getattr(row, name)
             for row in self.rows
@@ -93,12 +98,12 @@ class GateDepth:
 
     def table(self) -> Table:
         """Return the sites as a table for a terminal."""
-        columns = ("mean r", "95 %", "pooled r", "mean gate", f"< {LOW}", f"> {HIGH}")
+        columns = ("mean r", "95 %", "p < 0.05", "pooled r", "mean gate", f"< {LOW}", f"> {HIGH}")
         table = Table("site", *columns, title=f"{self.signal} against depth, {self.sequences} sequences")
         for row in self.rows:
             interval = "" if row.ci95 is None else f"[{row.ci95[0]:.3f}, {row.ci95[1]:.3f}]"
             shares = (f"{value:.3f}" for value in (row.pooled_r, row.mean_gate, row.low_share, row.high_share))
-            table.add_row(row.site, f"{row.mean_r:.3f}", interval, *shares)
+            table.add_row(row.site, f"{row.mean_r:.3f}", interval, f"{row.significant_share:.3f}", *shares)
         return table
 
     def drawings(self) -> list[Drawing]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from keel.evaluation.results import Picture, read_results, write_results
+from keel.evaluation.results import Picture, Results, read_results, write_results
 from keel.files import write_atomically
 from keel.report.page import Section, load_sections, read_picture
 from keel.report.reproduction import Finding
@@ -101,6 +101,8 @@ def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
     for picture in results.figures:
         parts += [f"![{_escape(picture.title)}]({_place(section, picture, page)})\n"]
         parts += [f"*{_escape(' '.join([picture.title + '.', picture.caption]).strip())}*\n"]
+    parts += _theirs_parts(results)
+    parts += _table_parts(section.targets) if section.targets else []
     tables = [*section.main, *section.more]
     besides = [beside_paper_table(results, table) for table in tables]
     for beside, table in zip(besides, tables, strict=True):
@@ -113,6 +115,14 @@ def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
     parts += ["### Provenance\n", "| | |\n|---|---|"]
     parts[-1] += "".join(f"\n| {name} | {_escape(value)} |" for name, value in section.provenance) + "\n"
     return parts
+
+
+def _theirs_parts(results: Results) -> list[str]:
+    """Say what stands beside our numbers, and in what it differs."""
+    reference = results.reference
+    if reference is None:
+        return []
+    return [f"Theirs: {_escape(f'{reference.paper}, {reference.table}. {reference.note}'.strip())}\n"]
 
 
 def _table_parts(table: Table) -> list[str]:
@@ -150,10 +160,10 @@ def _reproduction_parts(findings: list[Finding]) -> list[str]:
         (
             "What did not reproduce",
             False,
-            "Nothing that was compared: every ordering, growth and value is as the paper has it or undecided.",
+            "Nothing among what the paper printed and was measured here.",
         ),
         ("What stayed undecided", None, ""),
-        ("What reproduced", True, "Nothing that was compared."),
+        ("What reproduced", True, "Nothing among what the paper printed and was measured here."),
     ):
         lines = [f"- {_escape(f.claim)}. Here: {_escape(f.here)}." for f in findings if f.reproduced is reproduced]
         if lines or empty:

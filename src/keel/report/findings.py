@@ -260,11 +260,12 @@ def _growth_sentences(results: Results) -> list[str]:
 
 
 def _excess(value: float, base: float | None) -> str:
-    """Say how much closer to 1 a growth is than the baseline's."""
+    """Say how much closer to 1 a growth is than the baseline's, and what part of it it is: both are called a cut of growth."""
     if base is None or not (math.isfinite(base) and math.isfinite(value)) or base <= 1:
         return ""
     closer = 1 - abs(value - 1) / (base - 1)
-    return f" ({closer:.0%} closer to 1)" if closer >= 0 else f" ({-closer:.0%} further from 1)"
+    way = f"{closer:.0%} closer to 1" if closer >= 0 else f"{-closer:.0%} further from 1"
+    return f" ({way}, ×{number(value / base)} of it)"
 
 
 def _training_sentences(results: Results) -> list[str]:

@@ -21,6 +21,7 @@ from keel.report.findings import Verdict, verdict
 from keel.report.metrics import groups_of, lengths_of
 from keel.report.reproduction import Finding, reproduction
 from keel.report.tables import Table, against_table, comparison_tables, cost_table, group_table, single_table
+from keel.report.targets import targets_table
 from keel.report.text import duration
 
 _TEMPLATES = Path(__file__).parent
@@ -37,6 +38,7 @@ class Section:
     main: list[Table]
     more: list[Table]
     against: Table | None
+    targets: Table | None
     comparisons: Table
     all_comparisons: Table
     cost: Table
@@ -102,6 +104,7 @@ def provenance_of(results: Results) -> list[tuple[str, str]]:
     given = results.provenance
     return [
         ("Recipe", f"{results.recipe}, scale {results.scale}"),
+        *([("Setting", given.setting)] if given.setting else []),
         ("Started", f"{given.started:%Y-%m-%d %H:%M %Z}"),
         ("Duration", duration(given.wall_s)),
         ("Device", given.device),
@@ -142,6 +145,7 @@ def _section(results: Results, folder: Path) -> Section:
         main=tables[:1] + first if lengths_of(results, "ppl") else first + tables[:1],
         more=[*tables[1:], *fault_tables(results)],
         against=against_table(results),
+        targets=targets_table(results),
         comparisons=comparisons,
         all_comparisons=every,
         cost=cost_table(results),

@@ -11,6 +11,9 @@ from keel.report.contrasts import contrast, evidence, label_of, measured, refere
 from keel.report.metrics import Group, count, groups_of, kind_name, metric_phrase, quantity_phrase, single_metrics
 from keel.report.text import joined, number
 
+# Perplexity per token and bits per byte are of a text and a tokenizer, and those are not the paper's: growth stands for them.
+_OF_A_TOKENIZER = ("ppl", "bpb")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -33,6 +36,9 @@ def reproduction(results: Results) -> list[Finding]:
     for metric in single:
         findings += [_single_ordering(results, metric, *pair) for pair in pairs]
         findings += [_value_finding(results, name, metric) for name in arms]
+    for group in groups:
+        if group.values and group.quantity not in ("growth", *_OF_A_TOKENIZER):
+            findings += [_values_finding(results, group, name) for name in arms]
     return [finding for finding in findings if finding is not None]
 
 
@@ -96,6 +102,26 @@ def _value_finding(results: Results, arm: str, metric: str, times: str = "") -> 
         claim=f"{metric_phrase(metric)} of {label_of(results, arm)}: {times}{number(printed)}",
         here=f"{times}{measured(results, arm, metric)}" + (f", {word}" if word else ""),
         reproduced=inside,
+    )
+
+
+def _values_finding(results: Results, group: Group, arm: str) -> Finding | None:
+    """Ask of every condition whether our interval holds the paper's value, in one finding."""
+    metrics = dict(zip(group.values, group.metrics, strict=True))
+    single = {value: _value_finding(results, arm, metric) for value, metric in metrics.items()}
+    found = {value: finding for value, finding in single.items() if finding is not None}
+    if not found:
+        return None
+    if len(found) == 1:
+        return next(iter(found.values()))
+    theirs = joined([number(reference_value(results, arm, metrics[value])) for value in found])
+    ours = joined([number(results.arms[arm].metrics[metrics[value]].mean) for value in found])
+    held = sum(finding.reproduced is True for finding in found.values())
+    every = {finding.reproduced for finding in found.values()}
+    return Finding(
+        claim=f"{quantity_phrase(group.quantity)} of {label_of(results, arm)} at {_places(group, list(found))}: {theirs}",
+        here=f"{ours}; {held} of {len(found)} agree within their intervals",
+        reproduced=False if False in every else None if None in every else True,
     )
 
 

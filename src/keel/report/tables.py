@@ -195,7 +195,7 @@ def beside_paper_table(results: Results, table: Table) -> Table | None:
             row.cells.append(Cell(text=_printed(results, name, metric)))
     return Table(
         title=f"{table.title}, ours beside theirs",
-        note=f"Theirs: {reference.paper}, {reference.table}. {reference.note}".strip(),
+        note="",
         corner=table.corner,
         columns=columns,
         rows=rows,

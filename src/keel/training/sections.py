@@ -215,13 +215,27 @@ class Phase(Section):
 Arm.model_rebuild()
 
 
+class Target(Section):
+    """What is asked of a metric; see ``keel.evaluation.results.Target``."""
+
+    says: str
+    metric: str
+    arm: str
+    baseline: str | None = None
+    ratio: bool = False
+    least: float | None = None
+    most: float | None = None
+    why: str = ""
+
+
 class PaperReference(Section):
-    """What the paper printed: ``values`` by arm, then by metric."""
+    """What the paper printed: ``values`` by arm, then by metric; and what is asked of ours."""
 
     paper: str
     table: str
     note: str = ""
     values: dict[str, dict[str, float]]
+    targets: list[Target] = []
 
 
 class Recipe(Section):

@@ -1,0 +1,53 @@
+"""The papers' recipes at their tiny scale: whatever one asks to measure is in results.json, under the names that are documented."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from keel.experiment import run_experiment
+from keel.report import write_docs_page, write_report
+from keel.training import load_recipe
+
+COMPLETION = ("exact_match", "structural_accuracy", "valid_not_exact", "syntax_error")
+GEOMETRY = ("relative_strength", "orthogonality", "temporal_consistency", "effective_rank", "representation_shift")
+CASES = {
+    "s_former/dyck": (
+        "fusion",
+        [f"dyck.{name}{where}" for name in COMPLETION for where in ("", "@L100", "@d8", "@intact", "@zeroed")]
+        + ["alpha_depth.r", "alpha_depth.significant", "alpha_depth.r@layer1", "gate.saturation@all"],
+    ),
+    "s_former/markov": ("structural", ["markov.l1"]),
+    "s_former/lambada": ("structural", ["lambada.accuracy@32", "lambada.ppl@64"]),
+    "s_former/pg19": ("structural", ["pg19.ppl", "pg19.accuracy"]),
+    "s_former/wikitext103_extrapolation": (
+        "structural",
+        [f"geometry.{name}@layer1" for name in GEOMETRY] + ["gate.saturation@all"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_measures_what_it_names(name: str, tmp_path: Path) -> None:
+    arm, wanted = CASES[name]
+    smaller = ["evaluation.completion.samples=2"] if name == "s_former/dyck" else []
+    recipe = load_recipe(name, "tiny", smaller)
+    results = run_experiment(recipe, tmp_path, seeds=[0], only=[arm], device="cpu", jobs=1)
+    metrics = results.arms[arm].metrics
+    assert set(wanted) <= set(metrics), sorted(metrics)
+    shares = ("accuracy", "match", "error", "exact", "validity", "f1", "saturation", "significant")
+    for metric in wanted:
+        mean = metrics[metric].mean
+        assert mean is not None
+        if metric.partition("@")[0].endswith(shares):
+            assert math.isnan(mean) or 0 <= mean <= 1, metric
+        assert metric != "alpha_depth.r" or math.isnan(mean) or -1 <= mean <= 1
+    page = write_report([tmp_path / "results.json"], tmp_path).read_text(encoding="utf-8")
+    docs = write_docs_page([tmp_path / "results.json"], tmp_path / "docs" / "page.md").read_text(encoding="utf-8")
+    assert recipe.reference is not None
+    for text in (page, docs):
+        assert recipe.title in text and recipe.reference.table in text and "4 steps" in text, (
+            "what was asked, theirs, and how long"
+        )
