@@ -142,7 +142,7 @@ def test_recipes_and_doctor_name_every_recipe_and_scale(run_keel: Keel) -> None:
     assert listed.code == examined.code == 0
     for name in list_recipes():
         assert name in listed.out and name in examined.out
-    assert "S-Former, Tables 2 and 4" in listed.out
+    assert "S-Former, Table 2, Figs. 3 and 4" in listed.out
     for what in (
         "Python",
         "torch ",

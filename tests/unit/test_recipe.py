@@ -110,7 +110,9 @@ def test_the_reference_holds_tables_2_and_4() -> None:
     # Column sums, so that no digit was mistyped.
     sums = [round(sum(values[arm].values()), 2) for arm in ("rope", "fusion", "structural")]
     assert sums == [3398.28, 1479.71, 791.49]
-    geometry = {name: x for name, x in printed["structural"].items() if name.startswith("geometry.")}
+    ablations = load_recipe("s_former/ablations", "small").reference
+    assert ablations is not None
+    geometry = {name: x for name, x in ablations.values["per_layer"].items() if name.startswith("geometry.")}
     by_metric = {metric: [geometry[f"geometry.{metric}@layer{layer}"] for layer in range(4)] for metric in _TABLE_4}
     assert {metric: round(sum(values), 3) for metric, values in by_metric.items()} == _TABLE_4
     assert len(geometry) == 12

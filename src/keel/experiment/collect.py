@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from keel.experiment.selection import coefficient_pictures
 from keel.experiment.unit import Plan, Unit
 from keel.streams import STREAMS
 from keel.training import Phase, Recipe, TrainingReport, read_training_report
+from keel.training.sections import Data
 
 _PACKAGES = ("keel", "torch", "transformers", "accelerate", "tokenizers", "numpy")
 
@@ -214,35 +215,31 @@ def _provenance(recipe: Recipe, plan: Plan, out: Path, documents: int | None) ->
 
 def setting_of(recipe: Recipe) -> str:
     """Say on what, how wide and how long the arms were trained: what they have in common."""
-    return "; ".join([_host_in_words(recipe), _data_in_words(recipe), *map(_phase_in_words, recipe.phases)])
+    phases = (_phase_in_words(phase, is_text=recipe.data.task is None) for phase in recipe.phases)
+    return "; ".join([_host_in_words(recipe.host), _data_in_words(recipe.data), *phases])
 
 
-def _host_in_words(recipe: Recipe) -> str:
-    host = recipe.host
+def _host_in_words(host: Mapping[str, Any]) -> str:
     if "checkpoint" in host:
         return f"host {host['checkpoint']}"
-    named = (("hidden_size", "{:,} wide"), ("semantic_size", "{:,} semantic channels"), ("position_size", "{:,} of position"),
-             ("num_hidden_layers", "{} layers"), ("num_attention_heads", "{} heads"))  # fmt: skip
-    return ", ".join([f"{host['family']}", *(words.format(host[field]) for field, words in named if field in host)])
-
-
-def _data_in_words(recipe: Recipe) -> str:
-    data = recipe.data
-    if data.task is not None:
-        return f"{data.task.language}, {data.task.train_samples:,} strings"
-    corpus = str((data.corpus or {}).get("source", ""))
-    tokenizer = data.tokenizer
-    if tokenizer is None:
-        return corpus
-    return f"{corpus}, " + (
-        f"BPE of {tokenizer.bpe:,}" if tokenizer.bpe is not None else f"tokenizer {tokenizer.pretrained}"
+    named = {"hidden_size": "wide", "semantic_size": "semantic channels", "position_size": "channels of position",
+             "num_hidden_layers": "layers", "num_attention_heads": "heads"}  # fmt: skip
+    return ", ".join(
+        [str(host["family"]), *(f"{host[field]:,} {words}" for field, words in named.items() if field in host)]
     )
 
 
-def _phase_in_words(phase: Phase) -> str:
-    batch = phase.batch_size * phase.accumulation
-    of = f" of {phase.window:,} tokens" if phase.learns == "text" else ""
-    return f"{phase.name}: {phase.steps:,} steps, batches of {batch:,}{of}, learning rate {phase.learning_rate:g}"
+def _data_in_words(data: Data) -> str:
+    if data.task is not None:
+        return f"{data.task.language}, {data.task.train_samples:,} strings"
+    assert data.corpus is not None and data.tokenizer is not None
+    pieces = data.tokenizer.pretrained or f"BPE of {data.tokenizer.bpe:,}"
+    return f"{data.corpus['source']}, {pieces}"
+
+
+def _phase_in_words(phase: Phase, *, is_text: bool) -> str:
+    each = f" of {phase.window:,} tokens" if is_text and phase.learns == "text" else ""
+    return f"{phase.name}: {phase.steps:,} steps, batches of {phase.batch_size:,}{each}, learning rate {phase.learning_rate:g}"
 
 
 def package_versions() -> dict[str, str]:

@@ -45,7 +45,9 @@ def measure_gates(subject: Subject) -> list[ItemMetric]:
         # Of all sites together, the mean of their shares: the mean gate over sites may be far from 0 and 1 while they are not.
         chosen = [row] if where else [other for other in found.rows if other.site != MEAN_SITE]
         share = sum(other.low_share + other.high_share for other in chosen) / len(chosen)
-        if stream.config.gate == "scalar":  # of a gate a channel the signal is the mean, which says nothing of its channels
+        if (
+            stream.config.gate == "scalar"
+        ):  # of a gate a channel the signal is the mean, which says nothing of its channels
             metrics.append(
                 mean(f"gate.saturation{where or '@all'}", [share], unit="share of tokens", higher_is_better=False)
             )
