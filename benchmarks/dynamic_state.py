@@ -48,7 +48,7 @@ def main() -> None:
         for name, target in (("operator", TARGET), ("hoisted loop", None))
     ]
     shape = f"B={given.batch}, T={given.length}, d={given.width}, state {given.state}"
-    timing.finish("dynamic state", given, f"Dynamic state path, forward and backward, {shape}; ms", rows, lines)
+    timing.finish("dynamic_state", given, f"Dynamic state path, forward and backward, {shape}; ms", rows, lines)
 
 
 def s_names() -> tuple[str, str]:

@@ -19,8 +19,9 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("step", [], {"host", "gru", "diagonal", "scan", "dynamic state", "x-transformers"}, "step"),
         ("decode", ["--new-tokens", "4"], {"host", "gru", "diagonal", "scan", "dynamic state"}, "decode"),
         ("margin_step", [], {"host", "rank 32", "rank 64"}, "margin_step"),
-        ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic state"),
+        ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic_state"),
         ("encoder", [], {"rope", "dstg"}, "encoder"),
+        ("recurrence", [], {"torch.nn.GRU", "gru", "diagonal gru", "scan"}, "recurrence"),
         ("tree_step", [], {"host", "tree"}, "tree_step"),
         (
             "evaluation",
