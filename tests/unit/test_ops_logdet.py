@@ -126,6 +126,26 @@ def test_the_boundary_is_finite_and_crossing_it_is_counted() -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(2.0, torch.float64), (4.0, torch.float64), (4.0, torch.float32)])
+def test_a_token_that_is_nearest_to_itself_is_near_the_boundary(size: float, dtype: torch.dtype) -> None:
+    """Large embeddings: the token's own weight rounds to 1 in float32, and its block is all but singular, not I."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(1, 4, 2, generator=generator, dtype=torch.float64) * size
+    embeddings[0, 3] = torch.tensor([size, size])
+    identity = torch.eye(2, dtype=torch.float64)
+    expected = reference_logdet(embeddings, identity, include_self=True).logabs_BT[0, 3].item()
+    given = embeddings.to(dtype).requires_grad_()
+    found = attention_logdet(given, given, visible_past(4, 4, True), 2).logabs_BT[0, 3]
+    assert expected < -3
+    if expected > math.log(module.SMALLEST_PIVOT[dtype]):
+        assert found.item() == pytest.approx(expected, rel=1e-6)
+    else:  # a pivot counts as the smallest one: large and finite
+        assert -100 < found.item() < -10
+    assert found.isfinite()
+    (gradient,) = torch.autograd.grad(found, given)
+    assert gradient.isfinite().all()
+
+
 def test_singular_blocks() -> None:
     blocks = torch.zeros(2, 3, 3, requires_grad=True)
     logabs, _ = log_abs_det(blocks)

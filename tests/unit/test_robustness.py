@@ -7,6 +7,7 @@ Shapes: N windows, T tokens, D width.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,7 +255,7 @@ def test_predictions_of_a_model() -> None:
     model, windows = make_model(), make_windows()
     measured = selective(model, model.streams["margin"], windows)
     found = by_name(measured.metrics)
-    assert set(found) == {"ece", "aurc@max_probability", "aurc@entropy", "aurc@barrier"}
+    assert set(found) == {"ece", "aurc", "aurc@entropy", "aurc@barrier"}
     ids = torch.stack([window.ids for window in windows])
     with torch.no_grad():
         output = model(ids[:, :-1], collect_signals=True)
@@ -264,7 +265,7 @@ def test_predictions_of_a_model() -> None:
     assert 0 < wrong.mean() < 1
     sure = surest.values.flatten().numpy()
     assert found["ece"].value == pytest.approx(calibration_terms(sure, 1 - wrong).mean(), rel=1e-4)
-    assert found["aurc@max_probability"].value == pytest.approx(risk_terms(sure, wrong).mean(), rel=1e-4)
+    assert found["aurc"].value == pytest.approx(risk_terms(sure, wrong).mean(), rel=1e-4)
     entropy = torch.special.entr(probabilities).sum(-1).flatten().numpy()
     assert found["aurc@entropy"].value == pytest.approx(risk_terms(-entropy, wrong).mean(), rel=1e-4)
     barrier = output.signals["margin.barrier"].flatten().double().numpy()
@@ -275,6 +276,27 @@ def test_predictions_of_a_model() -> None:
     )
     surest_half = np.argsort(-sure, kind="stable")[: round(0.5 * len(sure))]
     assert measured.curves["max_probability"][COVERAGES.index(0.5)] == pytest.approx(wrong[surest_half].mean())
+
+
+def test_a_prediction_beyond_the_boundary_is_the_least_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = make_model(), make_windows()
+
+    def crossed(prior: Any, embeddings_1TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Far beyond it everywhere but at the first token, whose determinant is small."""
+        barrier_1T = torch.full(embeddings_1TD.shape[:2], -9.0)
+        barrier_1T[:, 0] = 5.0
+        sign_1T = -torch.ones_like(barrier_1T)
+        sign_1T[:, 0] = 1
+        return barrier_1T, sign_1T
+
+    monkeypatch.setattr("keel.evaluation.selective.barriers", crossed)
+    found = by_name(selective(model, model.streams["margin"], windows).metrics)["aurc@barrier"].value
+    ids = torch.stack([window.ids for window in windows])
+    with torch.no_grad():
+        wrong_NT = (model(ids[:, :-1]).logits.argmax(-1) != ids[:, 1:]).double().numpy()
+    sure_NT = np.zeros_like(wrong_NT)
+    sure_NT[:, 0] = 1
+    assert found == pytest.approx(risk_terms(sure_NT.flatten(), wrong_NT.flatten()).mean(), rel=1e-4)
 
 
 def test_last_words_are_right_where_all_their_tokens_are() -> None:
@@ -289,12 +311,12 @@ def test_last_words_are_right_where_all_their_tokens_are() -> None:
         output = model(torch.tensor(rows), collect_signals=True)
     passages = [Passage(ids=row, num_targets=2) for row in rows]
     found = by_name(selective_words(model, model.streams["margin"], passages, "lambada").metrics)
-    assert set(found) == {f"lambada.{name}" for name in ("ece", "aurc@max_probability", "aurc@entropy", "aurc@barrier")}
+    assert set(found) == {f"lambada.{name}" for name in ("ece", "aurc", "aurc@entropy", "aurc@barrier")}
     probabilities = torch.softmax(output.logits.double(), -1)[:, 6:8]
     confidence = probabilities.max(-1).values.prod(-1).numpy()
     wrong = np.array([0.0, 1.0, 1.0])
     assert found["lambada.ece"].value == pytest.approx(calibration_terms(confidence, 1 - wrong).mean(), rel=1e-4)
-    assert found["lambada.aurc@max_probability"].value == pytest.approx(risk_terms(confidence, wrong).mean(), rel=1e-4)
+    assert found["lambada.aurc"].value == pytest.approx(risk_terms(confidence, wrong).mean(), rel=1e-4)
     entropy = torch.special.entr(probabilities).sum((-1, -2)).numpy()
     assert found["lambada.aurc@entropy"].value == pytest.approx(risk_terms(-entropy, wrong).mean(), rel=1e-4)
     barrier = output.signals["margin.barrier"][:, 6].double().numpy()

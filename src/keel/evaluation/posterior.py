@@ -42,7 +42,7 @@ def posterior_scores(
         samples: K >= 1.
         noise: sigma in units of the root mean square of a window's embeddings, >= 0.
         progress: called with the number of finished windows.
-    Returns: ``posterior.ppl``, ``posterior.ece``, ``posterior.aurc@max_probability``, ``posterior.aurc@entropy`` and
+    Returns: ``posterior.ppl``, ``posterior.ece``, ``posterior.aurc``, ``posterior.aurc@entropy`` and
         ``posterior.sample_share``, the largest weight of a sample at the last token: 1 / K where all weigh alike, 1 where one decides.
     Raises: KeelError for no windows, fewer than one sample or negative noise.
     """

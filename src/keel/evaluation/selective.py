@@ -31,6 +31,7 @@ from keel.evaluation.support import barriers
 from keel.streams import MarginPrior
 
 BINS = 15
+_MOST_NATS = 700.0  # of a determinant's logarithm: its exponential is still finite in float64
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))  # of a risk-coverage curve that is drawn
 
 
@@ -106,7 +107,7 @@ def selective(
     Args:
         prior: the model's margin prior; None for a model without one.
         progress: called with the number of finished windows.
-    Returns: ``ece``, and ``aurc@max_probability``, ``aurc@entropy`` and, with a prior, ``aurc@barrier``.
+    Returns: ``ece``; ``aurc``, of the largest probability, ``aurc@entropy`` and, with a prior, ``aurc@barrier``.
     Raises: KeelError for no windows.
     """
     if not windows:
@@ -117,8 +118,7 @@ def selective(
             ids_1T = window.ids[:-1].unsqueeze(0).to(device)
             predicted = _predict(model, ids_1T, window.ids[1:].to(device))
             if prior is not None:
-                barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T))
-                predicted.scores["barrier"] = -barrier_1T[0].double().cpu().numpy()
+                predicted.scores["barrier"] = _sureness(prior, model.get_input_embeddings()(ids_1T))
             items.append(predicted)
             if progress is not None:
                 progress(index + 1)
@@ -156,13 +156,20 @@ def selective_words(
                 "entropy": np.array([tokens.scores["entropy"].sum()]),
             }
             if prior is not None:
-                barrier_1T, _ = barriers(prior, model.get_input_embeddings()(ids_1T[:, :first]))
-                scores["barrier"] = -barrier_1T[0, -1:].double().cpu().numpy()
+                scores["barrier"] = _sureness(prior, model.get_input_embeddings()(ids_1T[:, :first]))[-1:]
             wrong_T = np.array([tokens.wrong_T.max()])
             items.append(Predictions(scores["max_probability"], wrong_T, scores))
             if progress is not None:
                 progress(index + 1)
     return summary(items, f"{family}.")
+
+
+def _sureness(prior: MarginPrior, embeddings_1TD: torch.Tensor) -> Array:
+    """Return the determinant of every token [T], which falls as its barrier rises and is negative beyond the boundary."""
+    barrier_1T, sign_1T = barriers(prior, embeddings_1TD)
+    determinant_1T = sign_1T.double() * (-barrier_1T.double()).clamp(max=_MOST_NATS).exp()
+    found: Array = determinant_1T[0].cpu().numpy()
+    return found
 
 
 def summary(items: Sequence[Predictions], prefix: str = "") -> Selective:
@@ -174,7 +181,8 @@ def summary(items: Sequence[Predictions], prefix: str = "") -> Selective:
     curves = {}
     for name in items[0].scores:
         score_N = np.concatenate([item.scores[name] for item in items])
-        metrics.append(_metric(f"{prefix}aurc@{name}", risk_terms(score_N, wrong_N), ends))
+        at = "" if name == "max_probability" else f"@{name}"
+        metrics.append(_metric(f"{prefix}aurc{at}", risk_terms(score_N, wrong_N), ends))
         curve_N = risk_coverage(score_N, wrong_N)
         places = [max(0, round(coverage * len(curve_N)) - 1) for coverage in COVERAGES]
         curves[name] = [float(curve_N[place]) for place in places]

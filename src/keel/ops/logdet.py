@@ -179,11 +179,18 @@ def _chunk(queries_BSR: Tensor, keys_BSR: Tensor, visible_BTS: Tensor, width: in
     if width is None:
         identity_RR = torch.eye(keys_BSR.shape[-1], dtype=keys_BSR.dtype, device=keys_BSR.device)
         return log_abs_det(identity_RR - covariance_BTRR)
-    return _inclusive(asked_BTR, queries_BSR, keys_BSR, weights_BTS, covariance_BTRR, width)
+    alone_BT = visible_BTS.sum(-1) <= 1
+    return _inclusive(asked_BTR, queries_BSR, keys_BSR, weights_BTS, covariance_BTRR, alone_BT, width)
 
 
 def _inclusive(
-    asked_BTR: Tensor, queries_BSR: Tensor, keys_BSR: Tensor, weights_BTS: Tensor, covariance_BTRR: Tensor, width: int
+    asked_BTR: Tensor,
+    queries_BSR: Tensor,
+    keys_BSR: Tensor,
+    weights_BTS: Tensor,
+    covariance_BTRR: Tensor,
+    alone_BT: Tensor,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
     """The block of App. A, ``(1 - a_tt) I - Sigma_t M' - a_tt (x_t - mu_t) (M' x_t)'``, through r + 1 dimensions.
 
@@ -192,9 +199,11 @@ def _inclusive(
         det = c^(D - r - 1) det(c I - W),  c = 1 - a_tt,  W = [[Cov(q, k), a_tt (q_t - q_mean)], [q_t' Cov(k, k), a_tt q_t' (k_t - k_mean)]]
     """
     num_asked, rank = asked_BTR.shape[1:]
-    own_BT1 = weights_BTS.diagonal(weights_BTS.shape[2] - num_asked, 1, 2).unsqueeze(-1)
-    alone_BT = own_BT1.squeeze(-1) >= 1
-    kept_BT1 = (1 - own_BT1).clamp(min=SMALLEST_PIVOT[own_BT1.dtype])
+    before = weights_BTS.shape[2] - num_asked
+    own_BT1 = weights_BTS.diagonal(before, 1, 2).unsqueeze(-1)
+    # c as the sum of the other weights: 1 - a_tt has no digits left where a token is far nearer to itself than to its past.
+    is_own_TS = torch.eye(weights_BTS.shape[2], dtype=torch.bool, device=weights_BTS.device)[before:]
+    kept_BT1 = weights_BTS.masked_fill(is_own_TS, 0.0).sum(-1, keepdim=True).clamp(min=SMALLEST_PIVOT[own_BT1.dtype])
     query_means_BTR, key_means_BTR = weights_BTS @ queries_BSR, weights_BTS @ keys_BSR
     logits_BTS = asked_BTR @ keys_BSR.mT
     mean_logit_BT1 = (weights_BTS * logits_BTS).sum(-1, keepdim=True)

@@ -74,9 +74,7 @@ class MarginConfig:
                 f"margin prior: probes={self.probes}, include_self={self.include_self}; give 0 for exact log-determinants, or at least "
                 "2 with include_self=False"
             )
-        points = self.points()
-        steps = [step for step, _ in points]
-        if not points or min(value for _, value in points) < 0 or steps != sorted(set(steps)):
+        if not _is_schedule(self.weight):
             raise KeelError(
                 f"margin prior: weight={self.weight!r}; give a number >= 0 or points (step, weight) of rising steps"
             )
@@ -84,6 +82,24 @@ class MarginConfig:
     def points(self) -> list[tuple[int, float]]:
         """Return the schedule of the weight as points (step, weight)."""
         return [(0, self.weight)] if isinstance(self.weight, int | float) else [(s, w) for s, w in self.weight]
+
+
+def _is_schedule(given: object) -> bool:
+    """Whether ``given`` is a weight, or points (step, weight) of rising steps."""
+
+    def is_weight(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+    if not isinstance(given, list | tuple):
+        return is_weight(given)
+    pairs = [point for point in given if isinstance(point, list | tuple) and len(point) == 2]
+    steps = [step for step, _ in pairs]
+    return (
+        bool(pairs)
+        and len(pairs) == len(given)
+        and all(is_weight(step) and is_weight(weight) for step, weight in pairs)
+        and steps == sorted(set(steps))
+    )
 
 
 class MarginFlow(Flow):
@@ -235,7 +251,13 @@ class MarginPrior(Stream):
         """Return every token's distance to degeneracy (Eq. 25, Lemma B.4) from the embeddings of whole rows, strict attention.
 
         The eigenvalues of a matrix a token: a look at a text, not a part of training.
+
+        Raises: KeelError with ``include_self``, whose block is another one (App. A) and has no such lemma.
         """
+        if self.config.include_self:
+            raise KeelError(
+                "margin prior: degeneracy is of strict attention, and this prior has include_self=True; its margin is in the signals"
+            )
         queries_BTR, keys_BTR = self.project(embeddings_BTD)
         length = embeddings_BTD.shape[1]
         visible = visible_past(length, length, False, attended_BT, device=embeddings_BTD.device)

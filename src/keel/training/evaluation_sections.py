@@ -111,13 +111,13 @@ class Robustness(Windows):
 
     Attributes:
         noise, drift: standard deviations of the two kinds of perturbation, absolute.
-        noise_snr, drift_snr: the same in units of the embeddings' root mean square.
+        noise_snr, drift_snr: the same in units of the embeddings' root mean square, as far as the absolute ones reach in it.
     """
 
     noise: list[Positive] = [0.05, 0.1, 0.2, 0.3, 0.4]
-    noise_snr: list[Positive] = [0.25, 0.5, 1.0, 1.5, 2.0]
+    noise_snr: list[Positive] = [0.25, 0.5, 1.0, 1.5, 2.0, 4.0, 6.0]
     drift: list[Positive] = [0.5, 1.0, 2.0, 4.0]
-    drift_snr: list[Positive] = [2.0, 4.0, 8.0, 16.0]
+    drift_snr: list[Positive] = [2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
 class Support(Windows):
