@@ -1,9 +1,10 @@
 """Time and memory of the log-determinants: through rank r, d x d in chunks, d x d at once, and the estimate.
 
-    python benchmarks/logdet.py [--rounds 3] [--threads 2] [--batch 4] [--length 512] [--width 384] [--rank 64]
+python benchmarks/logdet.py
+python benchmarks/logdet.py --batch 1 --rank 32
 
 Every candidate runs in a process of its own, so that its greatest memory is its own; ratios are of neighbours in time. The d x d form at
-once is what automatic differentiation gives: all covariances, all factorisations, kept for the backward pass. The last table is the
+once is what automatic differentiation gives: all covariances, all factorisations, kept for the backward pass. The last lines are the
 estimate against the exact value at width 1,024, where the coupling is scaled to a spectral radius of about 0.9.
 """
 
@@ -17,10 +18,10 @@ import sys
 import time
 from statistics import median
 
+import timing
 import torch
 from torch import Tensor
 
-from keel.ops import logdet as module
 from keel.ops.logdet import attention_blocks, attention_logdet, attention_weights, degeneracy, visible_past
 from keel.ops.logdet_estimate import estimate_logdet
 
@@ -82,9 +83,12 @@ def one_form(options: argparse.Namespace) -> None:
     print(json.dumps({"seconds": seconds, "mebibytes": mebibytes}))
 
 
-def estimates(options: argparse.Namespace) -> None:
-    """Print the estimate's error and time against the exact d x d value at width 1,024, forward alone."""
-    width, length = 1024, options.length
+def estimates(given: argparse.Namespace) -> dict[str, list[float]]:
+    """The estimate against the exact d x d value, forward alone, round by round: ratio of times, error of the mean and of a token.
+
+    Errors are relative to the mean of the exact values' sizes.
+    """
+    width, length = given.estimate_width, given.length
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(1, length, width, generator=generator)
     coupling = torch.randn(width, width, generator=generator) / width
@@ -94,56 +98,57 @@ def estimates(options: argparse.Namespace) -> None:
         blocks = attention_blocks(embeddings @ coupling, embeddings, few)
         coupling = coupling * (0.9 / degeneracy(blocks, width).spectral_radius_BT.max()) ** 0.5
     queries = embeddings @ coupling
-    rows = []
-    for _ in range(options.rounds):
-        times = []
+    found: dict[str, list[float]] = {"wall": [], "error of the mean": [], "error of a token": []}
+    for _ in range(given.rounds):
         begin = time.perf_counter()
-        exact = attention_logdet(queries, embeddings, visible).logabs_BT
-        times.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        found = estimate_logdet(queries, embeddings, visible, probes=options.probes, steps=10, generator=generator)
-        times.append(time.perf_counter() - begin)
-        error = float((found.logabs_BT.mean() - exact.mean()).abs() / exact.mean().abs())
-        rows.append((times[0], times[1], error))
-    exact_s, estimate_s = (median(row[index] for row in rows) for index in (0, 1))
-    print(
-        f"estimate, d = {width}, T = {length}, {options.probes} probes x 10 steps: exact {exact_s:.2f} s, "
-        f"estimate {estimate_s:.2f} s, ratio {median(row[1] / row[0] for row in rows):.3f}, "
-        f"relative error of the mean {median(row[2] for row in rows):.4f}"
-    )
+        exact_BT = attention_logdet(queries, embeddings, visible).logabs_BT
+        between = time.perf_counter()
+        estimate_BT = estimate_logdet(
+            queries, embeddings, visible, probes=given.probes, steps=10, generator=generator
+        ).logabs_BT
+        found["wall"].append((time.perf_counter() - between) / (between - begin))
+        size = exact_BT.abs().mean()
+        found["error of the mean"].append(float((estimate_BT.mean() - exact_BT.mean()).abs() / size))
+        found["error of a token"].append(float((estimate_BT - exact_BT).abs().mean() / size))
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time and memory of log-determinants.")
-    for name, default in (
-        ("rounds", 3),
-        ("threads", 2),
-        ("batch", 4),
-        ("length", 512),
-        ("width", 384),
-        ("rank", 64),
-        ("probes", 8),
-    ):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    timing.add_options(parser, rounds=3)
+    sizes = (("batch", 4), ("length", 512), ("width", 384), ("rank", 64), ("probes", 8), ("estimate-width", 1024))
+    for name, default in sizes:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--form", choices=FORMS, help="used by the benchmark itself: run this form alone")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.form:
-        one_form(options)
+    given = parser.parse_args()
+    if given.size == "toy":
+        given.batch, given.length, given.width, given.rank, given.estimate_width = 1, 12, 16, 4, 16
+    timing.prepare(given)
+    if given.form:
+        one_form(given)
         return
-    print(
-        f"[B, T, d] = {[options.batch, options.length, options.width]}, rank {options.rank}, {options.threads} threads, "
-        f"{options.rounds} rounds, workspace {module.WORKSPACE:,} numbers"
-    )
-    rounds = [{form: measured(form, options) for form in FORMS} for _ in range(options.rounds)]
-    for form in FORMS:
-        seconds, memory = (median(row[form][key] for row in rounds) for key in ("seconds", "mebibytes"))
-        slower = median(row["at once"]["seconds"] / row[form]["seconds"] for row in rounds)
-        smaller = median(row["at once"]["mebibytes"] / max(1.0, row[form]["mebibytes"]) for row in rounds)
-        print(
-            f"{form:8} {seconds:8.2f} s  {memory:8.0f} MiB  {slower:6.1f} times faster, {smaller:6.1f} times smaller than at once"
+    rounds = [{form: measured(form, given) for form in FORMS} for _ in range(given.rounds)]
+    rows = [
+        {"arm": form, **{key: median(row[form][key] for row in rounds) for key in ("seconds", "mebibytes")}}
+        for form in FORMS
+    ]
+    lines = []
+    for form in ("rank", "chunks"):
+        slower = {"wall": timing.spread([row["at once"]["seconds"] / row[form]["seconds"] for row in rounds])}
+        least = timing.Target(least=40.0) if form == "rank" else None
+        lines.append(timing.comparison(f"time, at once / {form}", slower, least))
+        smaller = [max(1.0, row["at once"]["mebibytes"]) / max(1.0, row[form]["mebibytes"]) for row in rounds]
+        least = timing.Target(least=20.0) if form == "rank" else None
+        lines.append(
+            timing.comparison(f"memory, at once / {form}", {"memory": timing.spread(smaller)}, least, judged="memory")
         )
-    estimates(options)
+    for kind, values in estimates(given).items():
+        most = {"wall": 0.1, "error of the mean": 0.02}.get(kind)
+        target = None if most is None else timing.Target(most=most)
+        label = f"estimate of {given.probes} probes / exact, d = {given.estimate_width}"
+        lines.append(timing.comparison(label, {kind: timing.spread(values)}, target, judged=kind))
+    shape = f"[B, T, d] = {[given.batch, given.length, given.width]}, rank {given.rank}"
+    timing.finish("logdet", given, f"Log-determinants, forward and backward, {shape}", rows, lines)
 
 
 if __name__ == "__main__":

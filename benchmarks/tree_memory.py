@@ -1,25 +1,25 @@
 """Time of the tree stream's chunk memory, forward and backward: prefix sums over the batch against loops over nodes.
 
-    python benchmarks/tree_memory.py [--threads 2] [--rounds 5] [--share 8] [--batch 16] [--length 512] [--width 256] [--layers 12]
+python benchmarks/tree_memory.py
+python benchmarks/tree_memory.py --rounds 1 --share 64
 
 All do GTCA's Eqs. 1 and 2, the mean of the embeddings under every chunk, its projection by height and its norm, on the same
 random binary trees of 25 tokens, at most 64 chunks a height and tree. There are two loops, one node after the other: one takes
 each span from the batch, as one writes it at first; one takes it from its row, whose gradient is then a row's and not the batch's.
 The second is the twin that specifies the fast path; their gradients are compared before anything is timed.
 
-The loops do every ``--share``-th chunk, and their times are multiplied by it: a loop's time is that of its nodes. Times are medians of
-wall-clock, and of processor time (summed over threads), in milliseconds; the ratios are of these.
+The loops do every ``--share``-th chunk, and their times are multiplied by it: a loop's time is that of its nodes.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import random
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
+import timing
 import torch
 from torch import Tensor
 
@@ -28,32 +28,24 @@ from keel.streams.tree import TreeStream, reference_chunk
 from keel.trees import Span, Tree, collate, sentence_chunks, token_spans
 
 Work = Callable[[], object]
+TARGET = timing.Target(least=100.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time of building chunk memory against a loop over nodes.")
-    sizes = (
-        ("threads", 2),
-        ("rounds", 5),
-        ("share", 8),
-        ("batch", 16),
-        ("length", 512),
-        ("width", 256),
-        ("layers", 12),
-    )
-    for name, default in sizes:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    timing.add_options(parser, rounds=5)
+    for name, default in (("share", 8), ("batch", 16), ("length", 512), ("width", 256), ("layers", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
+    if options.size == "toy":
+        options.batch, options.length, options.width, options.layers, options.share = 2, 30, 8, 3, 2
+    device = timing.prepare(options)
     shape = [options.batch, options.length, options.width]
     trees = make_trees(options.batch, options.length, options.layers)
     stream = TreeStream()
     stream.build(HostShape(hidden_size=options.width, num_layers=options.layers, num_heads=4))
     stream.init_weights()
     embeddings, real = torch.randn(shape, requires_grad=True), is_chunk(trees)
-    print(f"cpu, {platform.machine()}, {options.threads} threads, torch {torch.__version__}")
-    print(f"[B, T, D] = {shape}, {options.layers} heights, {int(real.sum())} chunks in {real.numel()} places")
     weigh = torch.randn(*real.shape, options.width) * real.unsqueeze(-1)
 
     def fast(weigh: Tensor = weigh) -> list[Tensor]:
@@ -67,26 +59,25 @@ def main() -> None:
     some[tuple(real.nonzero()[:: options.share].T)] = True
     for mine, theirs in zip(fast(weigh * some.unsqueeze(-1)), slow(by_row=True), strict=True):
         assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), "the fast path differs from its twin"
-    times = {
-        "prefix sums (keel)": timed(fast, options.rounds, 1),
-        "loop, spans of a row": timed(lambda: slow(by_row=True), 1, options.share),
-        "loop, spans of the batch": timed(lambda: slow(by_row=False), 1, options.share),
-    }
-    base = times["prefix sums (keel)"]
-    print(f"{'':26}{'wall ms':>12}{'cpu ms':>12}{'wall ratio':>12}{'cpu ratio':>12}")
-    for name, (wall, processor) in times.items():
-        print(f"{name:26}{wall:12.1f}{processor:12.1f}{wall / base[0]:12.1f}{processor / base[1]:12.1f}")
-
-
-def timed(work: Work, rounds: int, times: int) -> tuple[float, float]:
-    """Return the medians of wall-clock and processor time in milliseconds, multiplied."""
-    wall, processor = [], []
-    for _ in range(rounds):
-        wall_begin, processor_begin = time.perf_counter(), time.process_time()
-        work()
-        wall.append(1e3 * (time.perf_counter() - wall_begin))
-        processor.append(1e3 * (time.process_time() - processor_begin))
-    return times * median(wall), times * median(processor)
+    loops = {"loop, spans of a row": True, "loop, spans of the batch": False}
+    arms: dict[str, Work] = {"prefix sums": fast, **{name: partial(slow, by_row) for name, by_row in loops.items()}}
+    samples = timing.take_turns(arms, options.rounds, device)
+    for name in loops:
+        samples[name] = [timing.Sample(*(options.share * seconds for seconds in sample)) for sample in samples[name]]
+    rows = [
+        {
+            "arm": name,
+            "wall ms": 1e3 * median(sample.wall_s for sample in samples[name]),
+            "processor ms": 1e3 * median(sample.processor_s for sample in samples[name]),
+        }
+        for name in arms
+    ]
+    lines = [
+        timing.comparison(f"{name} / prefix sums", timing.time_ratios(samples, name, "prefix sums"), TARGET)
+        for name in loops
+    ]
+    size = f"[B, T, D] = {shape}, {options.layers} heights, {int(real.sum()):,} chunks in {real.numel():,} places"
+    timing.finish("tree_memory", options, f"Chunk memory of parse trees, forward and backward, {size}", rows, lines)
 
 
 def make_trees(batch: int, length: int, layers: int) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("dynamic_state", [], {"operator", "hoisted loop", "blueprint"}, "dynamic_state"),
         ("encoder", [], {"rope", "dstg"}, "encoder"),
         ("recurrence", [], {"torch.nn.GRU", "gru", "diagonal gru", "scan"}, "recurrence"),
+        ("logdet", [], {"rank", "chunks", "at once"}, "logdet"),
+        ("tree_memory", [], {"prefix sums", "loop"}, "tree_memory"),
         ("tree_step", [], {"host", "tree"}, "tree_step"),
         (
             "evaluation",
@@ -50,26 +52,3 @@ def test_a_benchmark_compares_every_arm_with_the_host(
     for line in entry["comparisons"]:
         assert all(ratio["min"] <= ratio["median"] <= ratio["max"] for ratio in line["ratios"].values())
         assert all(ratio["median"] > 0 for ratio in line["ratios"].values())
-
-
-def test_the_memory_of_trees_is_compared_with_the_loop_over_nodes() -> None:
-    sizes = [
-        "--batch",
-        "2",
-        "--length",
-        "30",
-        "--width",
-        "8",
-        "--layers",
-        "3",
-        "--share",
-        "2",
-        "--rounds",
-        "1",
-        "--threads",
-        "1",
-    ]
-    command = [sys.executable, str(BENCHMARKS / "tree_memory.py"), *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-800:]
-    assert "prefix sums (keel)" in done.stdout and "loop, spans of the batch" in done.stdout
