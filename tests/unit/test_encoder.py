@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from keel.encoder import (
     count_parameters,
 )
 from keel.encoder.attention import RelativeBias, buckets_of, reference_attention, reference_bucket
+from keel.encoder.block import StreamNorm
 from keel.encoder.config import POSITIONS
 from keel.encoder.model import DstgPreTrainedModel
 from keel.errors import KeelError
@@ -188,6 +190,46 @@ def test_packed_documents_do_not_see_each_other(position: str) -> None:
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
     joined = model(torch.cat((first, second), dim=1)).last_hidden_state
     assert (joined - alone).abs().max() > 0.1
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize("residual", ["input", "normed"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_each_part_is_added_to_what_its_norm_reads_or_gives(position: str, residual: str) -> None:
+    model = perturbed(DstgModel(small_config(position, residual=residual)))
+    ids = sequences()
+    block, norms = model.layers[0], model.layers[0].attention_norm
+    streams = model.embed(ids, torch.arange(ids.shape[1])[None])
+    around = model.surroundings(ids, None, torch.arange(ids.shape[1])[None])
+
+    def step(streams: tuple[Tensor, Tensor | None], norms: StreamNorm, part: Any, *more: Any) -> tuple[Any, Any]:
+        weights = [norms.semantic.weight, None if norms.position is None else norms.position.weight]
+        pairs = list(zip(streams, weights, strict=True))
+        normed = [None if x is None else root_mean_square(x) * weight for x, weight in pairs]
+        kept = streams if residual == "input" else normed
+        return tuple(None if x is None else x + y for x, y in zip(kept, part(*normed, *more), strict=True))
+
+    expected = step(step(streams, norms, block.attention, around), block.mlp_norm, block.mlp)
+    for found, wanted in zip(block(*streams, around), expected, strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_normed_residual_keeps_positions_in_their_stream() -> None:
+    """At the start: how much of the position stream's variance is of the position, and not of the words."""
+    share = {}
+    for residual in ("input", "normed"):
+        torch.manual_seed(0)
+        sizes = {"semantic_size": 96, "position_size": 12, "num_hidden_layers": 4, "initializer_range": 0.04}
+        model = DstgModel(small_config(residual=residual, **sizes)).eval()
+        states = model(sequences(rows=64, length=20), output_hidden_states=True).hidden_states
+        place_BTP = states[-2][:, 1:-1, 96:].detach()
+        share[residual] = float(place_BTP.mean(0).var(0).sum() / place_BTP.flatten(0, 1).var(0).sum())
+    assert share["normed"] > 0.9 > 0.5 > share["input"], share
 
 
 @pytest.mark.parametrize("position", POSITIONS)

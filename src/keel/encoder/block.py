@@ -147,6 +147,7 @@ class DstgBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: DstgConfig) -> None:
         super().__init__()
+        self.keeps_normed = config.residual == "normed"
         self.attention_norm = StreamNorm(config)
         self.attention = StreamAttention(config)
         self.mlp_norm = StreamNorm(config)
@@ -156,9 +157,11 @@ class DstgBlock(GradientCheckpointingLayer):
         self, semantic_BTS: Tensor, position_BTP: Tensor | None, around: Surroundings
     ) -> tuple[Tensor, Tensor | None]:
         """Return both streams after the block."""
-        normed = self.attention_norm(semantic_BTS, position_BTP)
-        semantic_BTS, position_BTP = _add(semantic_BTS, position_BTP, *self.attention(*normed, around))
-        return _add(semantic_BTS, position_BTP, *self.mlp(*self.mlp_norm(semantic_BTS, position_BTP)))
+        streams = semantic_BTS, position_BTP
+        normed = self.attention_norm(*streams)
+        streams = _add(*(normed if self.keeps_normed else streams), *self.attention(*normed, around))
+        normed = self.mlp_norm(*streams)
+        return _add(*(normed if self.keeps_normed else streams), *self.mlp(*normed))
 
 
 def rotation_of(positions_BT: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

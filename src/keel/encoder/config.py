@@ -14,6 +14,7 @@ _CHOICES = {
     "position": POSITIONS,
     "mlm_head": ("semantic", "full"),
     "attention_scale": ("streams", "head"),
+    "residual": ("input", "normed"),
 }
 
 
@@ -33,6 +34,9 @@ class DstgConfig(PreTrainedConfig):
         special_token_ids: tokens whose place is arbitrary ([CLS], [SEP]): three scalars a head in place of a bias by
             distance, and no absolute-position logit (TUPE).
         attention_scale: what the logits of "dstg" are divided by: "streams" for √(2 d_h) as TUPE, "head" for √d_h.
+        residual: what attention and feed-forward network are added to: "input", what the norm before them reads (pre-norm, Fig. 1), or
+            "normed", what it gives. At the start a feed-forward network writes more into the narrow position stream than the table
+            holds; "normed" keeps the table's share.
         mlm_head: what the heads read: "semantic", or "full" for both streams (App. B.2).
         random_position_shift: in training, start the absolute positions of a row at a random place (§3.3).
         rope_theta: base of the rotations of "rope".
@@ -57,6 +61,7 @@ class DstgConfig(PreTrainedConfig):
     relative_max_distance: int = 128
     special_token_ids: list[int] | tuple[int, ...] = (101, 102)
     attention_scale: str = "streams"
+    residual: str = "input"
     mlm_head: str = "semantic"
     random_position_shift: bool = True
     rope_theta: float = 10000.0
