@@ -16,6 +16,7 @@ from keel.data.disruptions import (
     SPAN_KINDS,
     DisruptedWindows,
     DisruptionConfig,
+    derangement,
     disrupt,
     encode_story,
     spans,
@@ -51,6 +52,37 @@ def test_levels_say_exactly_which_tokens_are_disrupted(kind: str) -> None:
         assert np.array_equal(changed, touched)
     if kind == "scramble":
         assert Counter(found.ids_T) == Counter(clean)
+
+
+def test_no_scrambled_token_stays_where_it_was() -> None:
+    source, seen = np.random.default_rng(0), Counter()
+    for _ in range(600):
+        order = derangement(4, source)
+        assert sorted(order) == [0, 1, 2, 3] and (order != np.arange(4)).all()
+        seen[tuple(order.tolist())] += 1
+    assert len(seen) == 6 and min(seen.values()) > 60, "all six cycles of four, about as often"
+    assert derangement(1, source).tolist() == [0]
+
+
+def test_a_splice_is_from_another_document() -> None:
+    documents, each, length = 5, 120, 40
+    ids = np.repeat(np.arange(documents, dtype=np.int32) + 5, each)
+    stream = TokenStream(
+        ids=ids,
+        starts=np.arange(documents, dtype=np.int64) * each,
+        token_bytes=np.ones(len(ids), dtype=np.uint16),
+        names=[str(index) for index in range(documents)],
+    )
+    tokenizer = language_tokenizer(Facts().alphabet)
+    config = DisruptionConfig(kinds=("splice",), share=0.3, span=(4, 8), gap=4, facts=0.0)
+    windows = DisruptedWindows(stream, length, each, tokenizer, config, seed=0)
+    spliced = 0
+    for index in range(200):
+        item = windows[index]
+        touched = item["level"] > 0
+        spliced += int(touched.sum())
+        assert (item["input_ids"][touched] != 5 + index % len(windows)).all()
+    assert spliced > 200
 
 
 def test_spans_keep_their_gap_and_share() -> None:

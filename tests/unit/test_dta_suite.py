@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keel.data import TokenStream
 from keel.data.disruptions import DisruptedWindows, DisruptionConfig
 from keel.data.languages import Facts
-from keel.data.languages.facts import PLACES
+from keel.data.languages.facts import PEOPLE, PLACES
 from keel.data.tasks import language_tokenizer
 from keel.errors import KeelError
 from keel.evaluation.dta_metrics import METRICS
@@ -126,6 +126,14 @@ def test_contradictions_count_in_what_was_generated_alone() -> None:
 
 
 def test_a_planted_fact_is_recalled_by_a_model_that_knows_it() -> None:
+    told = set(PEOPLE[: Facts().people])
+    for seed in range(12):
+        words = (
+            "".join(TOKENIZER.convert_ids_to_tokens(planted_fact(TOKENIZER, 40, seed=seed)[0]))
+            .replace(".", " ")
+            .split()
+        )
+        assert {word for word in words if word in PEOPLE} <= told, "nobody whom no story in training tells of"
     story, answers, planted = planted_fact(TOKENIZER, 40, seed=1)
     text = "".join(TOKENIZER.convert_ids_to_tokens(story))
     person = text.split(" ")[0]

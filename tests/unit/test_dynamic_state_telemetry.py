@@ -9,6 +9,7 @@ import copy
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from keel.streams.dynamic_state import (
     TraceTelemetry,
     reference_dynamic_state,
     simulated_trace,
+    telemetry,
 )
-from keel.streams.dynamic_state.telemetry import FEATURES
+from keel.streams.dynamic_state.telemetry import FEATURES, _open_gpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
@@ -115,6 +117,40 @@ def test_live_telemetry_samples_off_the_path_of_decoding() -> None:
     time.sleep(0.3)
     assert len(live._samples) == count  # closed
     assert TraceTelemetry(trace_NR).read(torch.zeros(1, 1, dtype=torch.long)).shape == (1, 1, len(FEATURES))
+
+
+def test_a_device_that_does_not_answer_counts_as_at_ease(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("not supported")
+
+    nvml = SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(used=19, total=20),
+        nvmlDeviceGetUtilizationRates=broken,
+        nvmlDeviceGetTemperature=lambda device, kind: 80,
+        nvmlDeviceGetClockInfo=lambda device, kind: 500,
+        nvmlDeviceGetMaxClockInfo=lambda device, kind: 2000,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert _open_gpu()() == (0.95, 0.0, 80.0, 0.5)
+    with LiveTelemetry(hz=10) as live:
+        features = dict(zip(FEATURES, live.read(None).flatten().tolist(), strict=True))
+    assert features["memory"] >= 0.74 and features["temperature"] >= 0.49 and features["clock"] >= 0.49
+    nvml.nvmlInit = broken
+    assert _open_gpu() is None
+
+
+def test_the_temperature_is_asked_for_at_every_tenth_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(telemetry, "_processor_temperature", lambda: float(asked.append(1) or 0))
+    with LiveTelemetry(hz=0.01, keep=5) as live:
+        before = len(asked)
+        for _ in range(30):
+            live._samples.append(live._sample(0.0, 1.0))
+        assert len(asked) - before == 3, "also once all that are kept are there"
 
 
 def test_wrong_telemetry_is_refused(tmp_path: Path) -> None:

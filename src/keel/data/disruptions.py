@@ -104,7 +104,7 @@ def disrupt(
         name = config.kinds[source.integers(len(config.kinds))]
         here = slice(start, end)
         if name == "scramble":
-            ids[here] = source.permutation(ids_T[here])
+            ids[here] = ids_T[here][derangement(end - start, source)]
         elif name == "tokens":
             ids[here] = (ids_T[here] + source.integers(1, vocabulary, size=end - start)) % vocabulary
         elif name == "splice":
@@ -116,6 +116,15 @@ def disrupt(
             level[here] = 1.0 if name == "splice" else changed
         kind[here] = np.where(level[here] > 0, KINDS.index(name), 0)
     return Disrupted(ids, kind, level)
+
+
+def derangement(size: int, source: np.random.Generator) -> Longs:
+    """Return an order of ``size`` places in which none stays where it is: one cycle, uniform among these (Sattolo). One stays alone."""
+    order = np.arange(size, dtype=np.int64)
+    for last in range(size - 1, 0, -1):
+        other = int(source.integers(last))
+        order[[last, other]] = order[[other, last]]
+    return order
 
 
 def spans(length: int, config: DisruptionConfig, source: np.random.Generator) -> list[tuple[int, int]]:
@@ -155,6 +164,8 @@ class DisruptedWindows(Dataset[dict[str, Tensor]]):
     ) -> None:
         """Take windows of ``length`` tokens, ``stride`` apart.  Raises: KeelError for sizes that do not fit the text."""
         self.text = SlidingWindows(stream, length, stride)
+        begins = np.arange(len(self.text), dtype=np.int64) * stride
+        self._first, self._last = stream.documents_at(begins), stream.documents_at(begins + length - 1)
         self.tokenizer, self.config, self.seed = tokenizer, config, seed
 
     def __len__(self) -> int:
@@ -175,8 +186,9 @@ class DisruptedWindows(Dataset[dict[str, Tensor]]):
         if source.random() < self.config.facts:
             found = self._story(index)
         else:
-            clean = self.text[index % len(self.text)]["input_ids"].numpy()
-            elsewhere = self.text[int(source.integers(len(self.text)))]["input_ids"].numpy()
+            window = index % len(self.text)
+            clean = self.text[window]["input_ids"].numpy()
+            elsewhere = self.text[self._elsewhere(window, source)]["input_ids"].numpy()
             found = disrupt(clean, elsewhere, self.config, len(self.tokenizer), source)
         ids = torch.from_numpy(found.ids_T)
         kind = torch.from_numpy(found.kind_T)
@@ -188,6 +200,11 @@ class DisruptedWindows(Dataset[dict[str, Tensor]]):
             "kind": kind,
             "noise_seed": torch.tensor(int.from_bytes(entropy[8:15], "little")),
         }
+
+    def _elsewhere(self, window: int, source: np.random.Generator) -> int:
+        """Draw a window of other documents; where the text is one document, any window."""
+        apart = np.flatnonzero((self._last < self._first[window]) | (self._first > self._last[window]))
+        return int(apart[source.integers(len(apart))] if len(apart) else source.integers(len(self.text)))
 
     def _story(self, index: int) -> Disrupted:
         length, statements = self.text.length, self.text.length // 4 + 1

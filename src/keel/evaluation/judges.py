@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from keel.data import TokenStream
 from keel.data.languages.base import generator
-from keel.data.languages.facts import END, IS, PEOPLE, PLACES, WENT, judge_facts
+from keel.data.languages.facts import END, IS, PEOPLE, PLACES, WENT, Facts, judge_facts
 from keel.errors import KeelError
 from keel.evaluation.scoring import evaluating
 
@@ -101,7 +101,9 @@ def planted_fact(
     All that stands between is about other people.
     """
     source = generator("planted", seed, distance)
-    person, others = PEOPLE[seed % len(PEOPLE)], [p for p in PEOPLE if p != PEOPLE[seed % len(PEOPLE)]]
+    told = PEOPLE[: Facts().people]  # of others no story that a model learns from tells anything
+    person = told[seed % len(told)]
+    others = [other for other in told if other != person]
     place = source.randrange(len(PLACES))
     known: dict[str, str] = {}
     between = ""

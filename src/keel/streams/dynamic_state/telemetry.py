@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -172,7 +172,7 @@ class LiveTelemetry(Telemetry):
         self._most_passes = 0.0
         self._samples: deque[Tensor] = deque(maxlen=keep)
         self._gpu = _open_gpu()
-        self._temperature = 0.0
+        self._temperature, self._asked = 0.0, 0
         psutil.cpu_percent()  # the first call has nothing to compare with
         self._latest_R = self._sample(lateness=0.0, elapsed=self.period)
         self._closing = threading.Event()
@@ -215,8 +215,9 @@ class LiveTelemetry(Telemetry):
         self._most_passes = max(0.999 * self._most_passes, rate)
         memory, load = psutil.virtual_memory().percent / 100, psutil.cpu_percent() / 100
         clock = _processor_clock_loss()
-        if len(self._samples) % 10 == 0:  # slow to ask, slow to change
+        if self._asked % 10 == 0:  # slow to ask, slow to change
             self._temperature = _processor_temperature()
+        self._asked += 1
         temperature = self._temperature
         if self._gpu is not None:
             gpu_memory, gpu_load, gpu_temperature, gpu_clock = self._gpu()
@@ -250,18 +251,34 @@ def _open_gpu() -> Any:
         nvml: Any = importlib.import_module("pynvml")  # the package nvidia-ml-py, which is optional
         nvml.nvmlInit()
         device = nvml.nvmlDeviceGetHandleByIndex(0)
-        most = nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM)
     except Exception:  # not installed, no driver, no device: the library has an error class of its own for each
         return None
 
-    def read() -> tuple[float, float, float, float]:
-        memory = nvml.nvmlDeviceGetMemoryInfo(device)
-        load = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
-        clock = nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)
-        celsius = float(nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU))
-        return memory.used / memory.total, load, celsius, 2 * (0.5 - clock / most)
+    def memory() -> float:
+        found = nvml.nvmlDeviceGetMemoryInfo(device)
+        return float(found.used / found.total)
 
-    return read
+    def clock_loss() -> float:
+        now, most = (
+            ask(device, nvml.NVML_CLOCK_SM) for ask in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
+        )
+        return float(2 * (0.5 - now / most))
+
+    asked: tuple[Callable[[], float], ...] = (
+        memory,
+        lambda: float(nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100),
+        lambda: float(nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU)),
+        clock_loss,
+    )
+    return lambda: tuple(map(_or_nothing, asked))
+
+
+def _or_nothing(ask: Callable[[], float]) -> float:
+    """Return a reading, 0 (no distress) where the device does not have it or does not answer: the next one may."""
+    try:
+        return ask()
+    except Exception:
+        return 0.0
 
 
 def calibrated_projection(
