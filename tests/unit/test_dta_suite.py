@@ -15,6 +15,7 @@ from keel.data.languages import Facts
 from keel.data.languages.facts import PEOPLE, PLACES
 from keel.data.tasks import language_tokenizer
 from keel.errors import KeelError
+from keel.evaluation import faults
 from keel.evaluation.dta_metrics import METRICS
 from keel.evaluation.dta_suite import SuiteSizes, dta_suite
 from keel.evaluation.faults import fault_table, tokens_needed, watch
@@ -193,13 +194,21 @@ def test_a_fault_is_seen_bounded_and_over(mode: str) -> None:
     row = prompts(1, tokens_needed())
     found = watch(guarded(), row, mode)
     assert found.detected_after <= WITHIN.get(mode, 0)
-    assert found.bounded == 1.0
+    assert found.bounded == 1.0 and found.others_untouched == 1.0
     assert found.recovered_after <= 60
 
 
 def test_a_fault_is_made_also_where_a_single_row_has_a_shorter_way() -> None:
     found = watch(guarded("residual_norm"), prompts(1, tokens_needed()), "coherence_collapse")
     assert (found.detected_after, found.bounded) == (0.0, 1.0) and found.recovered_after <= 60
+
+
+def test_a_fault_that_reaches_the_other_row_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tamper(parts: Any, fault: slice, stream: DynamicStateStream) -> None:
+        stream.integration.data.mul_(1.1)
+
+    monkeypatch.setitem(faults._TAMPERS, "noise_rampancy", tamper)
+    assert watch(guarded(), prompts(1, tokens_needed()), "noise_rampancy").others_untouched == 0.0
 
 
 def test_a_detector_that_is_off_sees_nothing() -> None:

@@ -30,6 +30,7 @@ def results() -> Results:
         "fault__noise_rampancy__detected_after": metric(0.0, False),
         "fault__noise_rampancy__bounded": metric(1.0),
         "fault__noise_rampancy__recovered_after": metric(16.5, False),
+        "fault__noise_rampancy__others_untouched": metric(1.0),
         "fault__identity_split__detected_after": metric(float("nan"), False),
         "fault__identity_split__bounded": metric(0.25),
         "fault__identity_split__recovered_after": metric(3.0, False),
@@ -41,9 +42,12 @@ def results() -> Results:
 
 def test_every_mode_has_a_row_and_only_arms_with_faults_a_table() -> None:
     (table,) = fault_tables(results())
-    assert table.title == "Failure modes: Guarded" and len(table.columns) == 3
+    assert table.title == "Failure modes: Guarded" and len(table.columns) == 4
     shown = {row.label: [cell.text for cell in row.cells] for row in table.rows}
-    assert shown == {"Noise rampancy": ["0.000", "1.000", "16.50"], "Identity split": ["NaN", "0.2500", "3.000"]}
+    assert shown == {
+        "Noise rampancy": ["0.000", "1.000", "16.50", "1.000"],
+        "Identity split": ["NaN", "0.2500", "3.000", "–"],
+    }
 
 
 def test_faults_are_in_no_other_table_and_baselines_in_no_verdict(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ made so, whatever the path has learnt), in its state, or in its telemetry. Measu
     fault.<mode>.detected_after      tokens from its beginning until its detector speaks; NaN where it never does
     fault.<mode>.bounded             1 where the state stays within the bound of §9E.2, else 0
     fault.<mode>.recovered_after     tokens from its end until the detector is silent and the row active for good; NaN where that never is
+    fault.<mode>.others_untouched    1 where the logits of the batch's other row are those of a run without the fault, bit for bit, else 0
 
 Shapes: B rows, T tokens, K state size.
 """
@@ -34,6 +35,7 @@ CALM_TOKENS = 100  # before every fault, in which the state settles
 FAULT_TOKENS = 60
 STANDSTILL_TOKENS = 320  # s closes in on its fixed point by the retention at a token: this many until nothing moves
 AFTER_TOKENS = 100
+EXPLOSION = 1e4  # times the length of the state
 _SATURATED = 60.0  # a logit at which a gate is shut or open to the last bit
 Tamper = Callable[[TokenParts, slice, DynamicStateStream], None]
 
@@ -44,6 +46,7 @@ class Watched(NamedTuple):
     detected_after: float
     bounded: float
     recovered_after: float
+    others_untouched: float
 
 
 def tokens_needed() -> int:
@@ -78,6 +81,7 @@ def fault_table(
         watched = [watch(model, row_T.unsqueeze(0).to(device), mode) for row_T in rows_NT]
         for name, unit, higher in (
             ("detected_after", "tokens", False), ("bounded", "share", True), ("recovered_after", "tokens", False),
+            ("others_untouched", "share", True),
         ):  # fmt: skip
             values = [float(getattr(each, name)) for each in watched]
             metrics.append(mean(f"fault.{mode}.{name}", values, unit=unit, higher_is_better=higher))
@@ -85,16 +89,18 @@ def fault_table(
 
 
 def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
-    """Inject one fault into one row and say what happened."""
+    """Inject one fault into one row, with a second one of the same text beside it, and say what happened."""
     found = model.wires.first(DynamicStateStream)
     assert found is not None
     name, stream = found
     length = STANDSTILL_TOKENS if mode == "fixed_point_collapse" else FAULT_TOKENS
     fault = slice(CALM_TOKENS, CALM_TOKENS + length)
-    # Twice: a single row may be read in a shorter way, which asks nothing that could be tampered with.
     ids_2T = ids_1T[:, : fault.stop + AFTER_TOKENS].repeat(2, 1)
-    with evaluating(model), _injected(stream, mode, fault, ids_2T.shape[1]):
-        signals = _read(model, name, ids_2T, fault.start if mode == "feedback_explosion" else None)
+    cut = fault.start if mode == "feedback_explosion" else None
+    with evaluating(model):
+        calm_2TV, _ = _read(model, name, ids_2T, cut, factor=1.0)
+        with _injected(stream, mode, fault, ids_2T.shape[1]):
+            logits_2TV, signals = _read(model, name, ids_2T, cut, factor=EXPLOSION)
     detected_T = signals["failures"][0, :, FAILURES.index(mode)] > 0
     working_T = ~detected_T & (signals["governor"][0] == 0)
     # An explosion is over as soon as it has happened: what was in memory is then the path's own matter.
@@ -107,6 +113,7 @@ def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
         _first(detected_T[fault.start : fault.stop]),
         float(bool(lengths_T.isfinite().all() and (lengths_T <= bound).all())),
         _for_good(working_T[end:]),
+        float(torch.equal(logits_2TV[1], calm_2TV[1])),
     )
 
 
@@ -124,18 +131,21 @@ def _for_good(working_T: Tensor) -> float:
     return float(last) if last < len(working_T) else math.nan
 
 
-def _read(model: KeelForCausalLM, name: str, ids_BT: Tensor, explode_at: int | None) -> dict[str, Tensor]:
-    """Read rows; where asked, in two passes with a state in between that something made ten thousand times too long."""
-    parts = [ids_BT] if explode_at is None else [ids_BT[:, :explode_at], ids_BT[:, explode_at:]]
+def _read(
+    model: KeelForCausalLM, name: str, ids_BT: Tensor, cut: int | None, factor: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Read rows, return logits and signals; where ``cut``, in two passes, and the first row's state in between times ``factor``."""
+    parts = [ids_BT] if cut is None else [ids_BT[:, :cut], ids_BT[:, cut:]]
     cache: Any = None
     found = []
     for index, part in enumerate(parts):
         if index:
-            cache.layers[-1].previous(name)["s"].mul_(1e4)
-        output = model(input_ids=part, past_key_values=cache, use_cache=explode_at is not None, collect_signals=True)
+            cache.layers[-1].previous(name)["s"][0].mul_(factor)
+        output = model(input_ids=part, past_key_values=cache, use_cache=cut is not None, collect_signals=True)
         cache = output.past_key_values
-        found.append(output.signals)
-    return {key.partition(".")[2]: torch.cat([each[key] for each in found], 1) for key in found[0]}
+        found.append(output)
+    signals = {key.partition(".")[2]: torch.cat([each.signals[key] for each in found], 1) for key in found[0].signals}
+    return torch.cat([each.logits for each in found], 1), signals
 
 
 @contextmanager
@@ -144,20 +154,21 @@ def _injected(stream: DynamicStateStream, mode: str, fault: slice, length: int) 
     if mode == "feedback_explosion":
         yield
         return
-    if mode == "substrate_collapse":
-        trace_TR = torch.zeros(length, len(FEATURES))
-        trace_TR[fault, FEATURES.index("memory")] = 1.0
-        before, stream.telemetry = stream.telemetry, TraceTelemetry(trace_TR)
-        try:
-            yield
-        finally:
-            stream.telemetry = before
-        return
-    whole, tamper = stream._token_parts, _TAMPERS[mode]
+    whole, before = stream._token_parts, stream.telemetry
+    trace_TR = torch.zeros(length, len(FEATURES))
+    trace_TR[fault, FEATURES.index("memory")] = 1.0
 
     def tampered(*given: Any) -> TokenParts:
         parts = TokenParts(*(part.clone() for part in whole(*given)))
-        tamper(parts, fault, stream)
+        first = TokenParts(*(part[:1] for part in parts))  # views of the row that is tampered with
+        if mode == "substrate_collapse":
+            stream.telemetry = TraceTelemetry(trace_TR)
+            try:
+                first.substrate_B1.copy_(whole(*given).substrate_B1[:1])
+            finally:
+                stream.telemetry = before
+        else:
+            _TAMPERS[mode](first, fault, stream)
         return parts
 
     setattr(stream, "_token_parts", tampered)  # noqa: B010 - to mypy a method is no variable

@@ -12,6 +12,7 @@ _COLUMNS = {
     "detected_after": "detected after, tokens",
     "bounded": "bounded, share",
     "recovered_after": "recovered after, tokens",
+    "others_untouched": "other rows untouched, share",
 }
 
 
