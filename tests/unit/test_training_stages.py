@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,14 @@ def test_merged_adapters_compute_the_same(tmp_path: Path) -> None:
 def test_stages_resume_where_they_stopped(tmp_path: Path) -> None:
     phases = recipe().phases_of("gtca")
 
-    def run(name: str, *, resume: bool, stop: bool = False) -> Any:
+    def run(name: str, *, resume: bool, stop: bool = False, keep: Collection[str] = ()) -> Any:
         def progress(event: dict[str, Any]) -> None:
             if stop and event.get("phase") == "structure" and event["event"] == "step" and event["step"] == 2:
                 raise KeyboardInterrupt
 
         return train(
             built(tmp_path), _Data(), phases, arm="gtca", seed=0, folder=tmp_path / name, device="cpu", resume=resume,
-            progress=progress, questions=question_data(),
+            progress=progress, questions=question_data(), keep=keep,
         )  # type: ignore[arg-type]  # fmt: skip
 
     report = run("whole", resume=False)
@@ -164,6 +165,14 @@ def test_stages_resume_where_they_stopped(tmp_path: Path) -> None:
     assert not torch.equal(start.streams["tree"].weight_height, whole["streams.tree.weight_height"])
     assert len(report.log) == 3 and report.params_trainable < report.params_total
     KeelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    run("kept", resume=False, keep={"structure"})
+    kept = load_file(tmp_path / "kept" / "model" / "model.safetensors")
+    assert all(torch.equal(whole[name], kept[name]) for name in whole), "what is kept on the way changes nothing"
+    after = KeelForCausalLM.from_pretrained(tmp_path / "kept" / "after_structure").state_dict()
+    assert not any("lora" in name for name in after)
+    lent = [name for name in whole if name.endswith("q_proj.weight")]
+    assert lent and any(not torch.equal(after[name], dict(_plain(start))[name.removeprefix("host.")]) for name in lent)
+    assert any(not torch.equal(after[name], whole[name]) for name in whole), "the last stage has gone on from there"
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -75,4 +75,4 @@ def text_leak(
             same = next((i for i, (a, b) in enumerate(zip(*(row.ids for row in rows), strict=False)) if a != b), 0)
             changes.append(float((logits[0][:same] - logits[1][:same]).abs().max()) if same else 0.0)
     names = {"leak.max_logit_change": [max(changes)], "leak.mean_logit_change": changes}
-    return [mean(name, values, unit="logits", higher_is_better=False) for name, values in names.items()]
+    return [mean(name, values, unit="logits", higher_is_better=None) for name, values in names.items()]

@@ -164,7 +164,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
     own = trained if lender is None else []
     return Arm(
         label=recipe.label_of(arm),
-        streams=[name for name, given in recipe.streams_of(arm).items() if not STREAMS[given["type"]].is_baseline],
+        streams=streams_of(recipe, arm),
         weights_of=lender,
         params_total=trained[0].params_total,
         params_trainable=trained[0].params_trainable,
@@ -173,6 +173,13 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
         metrics=statistics.metrics(arm, recipe.seeds),
         curves=_curves(recipe, arm, reports) if own else {},
     )
+
+
+def streams_of(recipe: Recipe, arm: str) -> list[str]:
+    """Return the streams of an arm whose worth is asked about: none in a control."""
+    if recipe.arms[recipe.arms[arm].weights_of or arm].control or recipe.arms[arm].control:
+        return []
+    return [name for name, given in recipe.streams_of(arm).items() if not STREAMS[given["type"]].is_baseline]
 
 
 def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | None]) -> dict[str, Curve]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ from keel.encoder import DstgForMaskedLM
 from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
-from keel.training.adapters import merge_adapters, set_trainable
+from keel.training.adapters import has_adapters, merge_adapters, set_trainable
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
 from keel.training.dynamics import disrupted_windows, prepare
 from keel.training.questions import QuestionData, set_ramp
@@ -126,7 +126,7 @@ def train(
         first_step += phase.steps
         if phase.name in keep:
             with _saving(arm, seed):
-                save_model(trainer.model, data.tokenizer, folder / f"after_{phase.name}")
+                save_model(_without_adapters(trainer.model), data.tokenizer, folder / f"after_{phase.name}")
     if isinstance(model, KeelForCausalLM):
         model.set_step(first_step)
     report = _report(arm, seed, phases, records, model if trainer is None else trainer)
@@ -138,6 +138,15 @@ def train(
             write_json(folder / "training.json", dataclasses.asdict(report))
             shutil.rmtree(folder / "checkpoints", ignore_errors=not phases)
     return report
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model as it is kept: where it has adapters, which go on learning, a copy that has them in its weights."""
+    if not has_adapters(model):
+        return model
+    copied = copy.deepcopy(model)
+    merge_adapters(copied)
+    return copied
 
 
 def _saving(arm: str, seed: int) -> AbstractContextManager[None]:

@@ -102,6 +102,7 @@ class Arm(Section):
     ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
     whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
     are put into it, and into its weights when it is trained; its ``shadow`` stays beside it. ``trees`` are what its tree stream reads.
+    A ``control`` has a stream that reads what should not help (random trees): reports count it among the arms without one.
     """
 
     label: str | None = None
@@ -117,6 +118,7 @@ class Arm(Section):
     trees: ArmTrees | None = None
     phases: list[Phase] | None = None
     match_parameters_of: str | None = None
+    control: bool = False
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""

@@ -1,0 +1,33 @@
+"""What a results file says of a recipe: which arms' streams are asked about, and on what all of them were trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.experiment.collect import setting_of, streams_of
+from keel.training import load_recipe
+
+
+def test_controls_and_baselines_have_no_stream_whose_worth_is_asked_about() -> None:
+    recipe = load_recipe("gtca/main", "small")
+    found = {arm: streams_of(recipe, arm) for arm in recipe.arms}
+    assert {arm for arm, streams in found.items() if streams} == {
+        "direct_joint", "gtca", "strict", "no_gate", "no_mask", "weak_trees", "stage_2",
+    }  # fmt: skip
+    dyck = load_recipe("s_former/dyck", "small")
+    assert streams_of(dyck, "learned") == [] and streams_of(dyck, "fusion") == ["structural"]
+    lengths = load_recipe("s_former/wikitext103_extrapolation", "small")
+    assert streams_of(lengths, "window_structural") == ["structural"] and streams_of(lengths, "window") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("s_former/pg19", ["llama, 128 wide, 4 layers, 4 heads", "data:novels, BPE of 4,096", "600 steps, batches of 2 of 4,096 tokens"]),
+        ("s_former/dyck", ["256 wide", "dyck, 1,000,000 strings", "800 steps, batches of 32, learning rate 0.0005"]),
+        ("dstg/comparison", ["dstg, 192 semantic channels, 24 channels of position", "short: 1,500 steps", "train: 1,500 steps"]),
+    ],
+)  # fmt: skip
+def test_the_setting_is_said_in_words(name: str, parts: list[str]) -> None:
+    said = setting_of(load_recipe(name, "small"))
+    assert all(part in said for part in parts), said
