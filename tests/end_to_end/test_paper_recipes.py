@@ -14,6 +14,10 @@ from keel.training import load_recipe
 COMPLETION = ("exact_match", "structural_accuracy", "valid_not_exact", "syntax_error")
 GEOMETRY = ("relative_strength", "orthogonality", "temporal_consistency", "effective_rank", "representation_shift")
 CASES = {
+    "s_former/ablations": (
+        "first_layer",  # writes into one layer of two
+        ["growth@64", "gate.saturation@all", "geometry.relative_strength@layer0", "geometry.representation_shift@layer1"],
+    ),
     "s_former/dyck": (
         "fusion",
         [f"dyck.{name}{where}" for name in COMPLETION for where in ("", "@L100", "@d8", "@intact", "@zeroed")]

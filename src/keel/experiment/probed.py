@@ -104,6 +104,7 @@ def measure_geometry_of(subject: Subject) -> list[ItemMetric]:
         )
         for name in _GEOMETRY
         for row in found.layers()
+        if name in row.values  # where the stream leaves a layer alone there is no bias to describe
     ]
 
 
