@@ -396,6 +396,17 @@ def test_targets_against_a_baseline_are_differences_or_ratios() -> None:
     assert whose == "RoPE over RoPE + structural stream. Too near."
 
 
+def test_as_much_as_a_baseline_is_not_more() -> None:
+    same = make_measured(
+        {"a": ("A", ["structural"], {"x.y": 0.5}), "b": ("B", [], {"x.y": 0.5})},
+        reference=PAPER.model_copy(
+            update={"targets": [Target(says="more", metric="x.y", arm="a", baseline="b", least=0.0)], "values": {}}
+        ),
+    )
+    table = targets_table(same)
+    assert table is not None and table.rows[0].cells[2].text.startswith("missed")
+
+
 def test_targets_of_arms_that_were_not_run_are_left_out() -> None:
     target = Target(says="it is so", metric="dyck.structural_accuracy", arm="nobody", least=0.5)
     assert targets_table(make_dyck(reference=PAPER.model_copy(update={"targets": [target]}))) is None

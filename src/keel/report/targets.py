@@ -37,6 +37,8 @@ def _row(results: Results, target: Target) -> Row | None:
     assert bound is not None
     upward = target.least is not None
     met = value >= bound if upward else value <= bound
+    if target.baseline is not None and not target.ratio and value == bound:
+        met = False  # "more than" is not "as much as"
     near = (
         None if ci95 is None else ci95[0] if met == upward else ci95[1]
     )  # the end of the interval that is next to the bound
