@@ -84,7 +84,7 @@ def test_sentences_tell_lengths_growth_training_parameters_and_seeds() -> None:
     )
     assert "At 256 tokens, the shortest length, " in text
     assert "From 256 to 40,960 tokens perplexity grows by ×" in text
-    assert re.search(r"for RoPE \+ structural stream \(\d+% closer to 1, ×0\.\d+ of it\)", text), (
+    assert re.search(r"for RoPE \+ structural stream \(\d+% closer to 1, 0\.\d+ of that of RoPE\)", text), (
         "both ways to say that growth was cut"
     )
     assert "Along training, validation perplexity of RoPE + structural stream is 1.000 of that of RoPE" in text

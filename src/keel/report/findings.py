@@ -250,7 +250,9 @@ def _growth_sentences(results: Results) -> list[str]:
     for name, arm in results.arms.items():
         value = mean_of(arm, metric)
         if arm.streams and value is not None:
-            parts.append(f"×{measured(results, name, metric)} for {arm.label}{_excess(value, base)}")
+            parts.append(
+                f"×{measured(results, name, metric)} for {arm.label}{_excess(value, base, label_of(results, host))}"
+            )
     if not parts or base is None:
         return []
     return [
@@ -259,13 +261,13 @@ def _growth_sentences(results: Results) -> list[str]:
     ]
 
 
-def _excess(value: float, base: float | None) -> str:
+def _excess(value: float, base: float | None, host: str) -> str:
     """Say how much closer to 1 a growth is than the baseline's, and what part of it it is: both are called a cut of growth."""
     if base is None or not (math.isfinite(base) and math.isfinite(value)) or base <= 1:
         return ""
     closer = 1 - abs(value - 1) / (base - 1)
     way = f"{closer:.0%} closer to 1" if closer >= 0 else f"{-closer:.0%} further from 1"
-    return f" ({way}, ×{number(value / base)} of it)"
+    return f" ({way}, {number(value / base)} of that of {host})"
 
 
 def _training_sentences(results: Results) -> list[str]:
