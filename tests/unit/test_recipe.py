@@ -121,7 +121,19 @@ def test_the_reference_holds_tables_2_and_4() -> None:
 _TABLE_4 = {"relative_strength": 1.732, "orthogonality": 3.751, "temporal_consistency": 2.054}  # column sums
 
 
+def asked(**fields: Any) -> dict[str, Any]:
+    """A reference with one target."""
+    target = {"says": "It is so", "metric": "ppl@64", "arm": "rope", **fields}
+    return {"paper": "P", "table": "T", "values": {}, "targets": [target]}
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "target of no arm": (
+        changed(reference=asked(least=1.0, baseline="ropes")),
+        "reference.targets: 'It is so' is asked of no arm 'ropes'; did you mean 'rope'?",
+    ),
+    "target without a bound": (changed(reference=asked()), "target 'It is so': give one of least and most"),
+    "ratio to nothing": (changed(reference=asked(most=1.0, ratio=True)), "target 'It is so': a ratio needs a baseline"),
     "field": (changed(sedes=[0]), "sedes: unknown field; did you mean 'seeds'?"),
     "nested field": (changed(phases__0__stpes=3), "phases.0.stpes: unknown field; did you mean 'steps'?"),
     "arm field": (changed(arms__rope__lable="x"), "arms.rope.lable: unknown field; did you mean 'label'?"),

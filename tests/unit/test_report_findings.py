@@ -389,7 +389,7 @@ def test_targets_against_a_baseline_are_differences_or_ratios() -> None:
     arms = make_dyck().arms
     ours, theirs = (arms[name].metrics["dyck.structural_accuracy"].mean or 0.0 for name in ("structural", "rope"))
     asked, here, said, whose = outcome("structural", baseline="rope", least=0.01, why="Never mind.")
-    assert (asked, said) == ("≥ +0.0100", "met") and here == number(ours - theirs, signed=True)
+    assert (asked, said) == ("> +0.0100", "met") and here == number(ours - theirs, signed=True)
     assert whose == "RoPE + structural stream minus RoPE.", "why it was missed is for what was missed"
     asked, here, said, whose = outcome("rope", baseline="structural", ratio=True, most=0.1, why="Too near.")
     assert (asked, here, said) == ("≤ 0.1000", number(theirs / ours), "missed")

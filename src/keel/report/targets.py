@@ -37,19 +37,19 @@ def _row(results: Results, target: Target) -> Row | None:
     assert bound is not None
     upward = target.least is not None
     met = value >= bound if upward else value <= bound
-    if target.baseline is not None and not target.ratio and value == bound:
+    is_difference = target.baseline is not None and not target.ratio
+    if is_difference and value == bound:
         met = False  # "more than" is not "as much as"
-    near = (
-        None if ci95 is None else ci95[0] if met == upward else ci95[1]
-    )  # the end of the interval that is next to the bound
+    # The end of the interval that is next to the bound.
+    near = None if ci95 is None else ci95[0] if met == upward else ci95[1]
     sure = near is not None and ((near >= bound if upward else near <= bound) == met) and near != bound
-    signed = target.baseline is not None and not target.ratio
+    sign = (">" if upward else "<") if is_difference else "≥" if upward else "≤"
     outcome = ("met" if met else "missed") + ("" if sure or ci95 is None else ", not decidedly")
     return Row(
         label=target.says,
         cells=[
-            Cell(text=f"{'≥' if upward else '≤'} {number(bound, signed=signed)}"),
-            Cell(text=number(value, signed=signed), interval=interval(ci95, like=value, signed=signed)),
+            Cell(text=f"{sign} {number(bound, signed=is_difference)}"),
+            Cell(text=number(value, signed=is_difference), interval=interval(ci95, like=value, signed=is_difference)),
             Cell(text=outcome, best=met),
             Cell(text=_subject(results, target) + (f" {target.why}" if target.why and not met else "")),
         ],

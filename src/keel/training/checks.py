@@ -84,6 +84,7 @@ def _check(recipe: Recipe) -> None:
     _check_masking(recipe)
     _check_data(recipe)
     _check_host(recipe)
+    _check_targets(recipe)
     if len(set(recipe.seeds)) != len(recipe.seeds):
         raise KeelError(f"seeds: each seed once, got {recipe.seeds}")
     _check_phases(recipe.phases, "phases")
@@ -91,6 +92,15 @@ def _check(recipe: Recipe) -> None:
         _check_arm(recipe, name)
     _check_encoder(recipe)
     check_trees(recipe)
+
+
+def _check_targets(recipe: Recipe) -> None:
+    for target in () if recipe.reference is None else recipe.reference.targets:
+        for arm in (target.arm, target.baseline):
+            if arm is not None and arm not in recipe.arms:
+                raise KeelError(
+                    f"reference.targets: {target.says!r} is asked of no arm {arm!r}; {suggest(arm, recipe.arms)}"
+                )
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -218,7 +218,7 @@ Arm.model_rebuild()
 
 
 class Target(Section):
-    """What is asked of a metric; see ``keel.evaluation.results.Target``."""
+    """What is asked of a metric; see ``keel.evaluation.results.Target``. Checked here too, before anything is trained."""
 
     says: str
     metric: str
@@ -228,6 +228,14 @@ class Target(Section):
     least: float | None = None
     most: float | None = None
     why: str = ""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Target:
+        if (self.least is None) == (self.most is None):
+            raise ValueError(f"target {self.says!r}: give one of least and most")
+        if self.ratio and self.baseline is None:
+            raise ValueError(f"target {self.says!r}: a ratio needs a baseline")
+        return self
 
 
 class PaperReference(Section):
