@@ -262,11 +262,12 @@ def report(
 
     Example:  keel report runs/s_former/wikitext103_extrapolation.small --docs
     """
+    from keel.publishing import publish
     from keel.report import write_report
 
     files = [folder / "results.json" if folder.is_dir() else folder for folder in folders]
     if docs:
-        pages = _write_docs(files, out_dir or Path("docs/results"))
+        pages = publish(files, out_dir or Path("docs/results"))
     elif out_dir is None and len(files) > 1:
         raise KeelError("report: several runs go into one page; name its folder with --out")
     else:
@@ -575,43 +576,6 @@ def _show(folder: Path) -> None:
     out.print()
     for what, path in (("Report", page), ("Results", results), ("Recipe", folder / "recipe.yaml")):
         out.print(escape(f"{what + ':':<9}{path}"))
-
-
-def _write_docs(files: list[Path], folder: Path) -> list[Path]:
-    """Keep the results files below ``folder/data`` and write the page of each paper from all that is kept of it."""
-    from keel.evaluation.results import read_results
-    from keel.report import keep_results, write_docs_page
-
-    pages = {}
-    for file in files:
-        results = read_results(file)
-        paper = results.recipe.partition("/")[0]
-        keep_results(file, folder / "data" / f"{results.recipe}.{results.scale}.json")
-        pages[folder / f"{paper}.md"] = paper
-    data = folder / "data"
-    written = []
-    for page, paper in pages.items():
-        kept = sorted([*data.glob(f"{paper}.*.json"), *data.glob(f"{paper}/**/*.json")])
-        for file in kept:
-            _renew_reference(file)
-        written.append(write_docs_page(kept, page))
-    return written
-
-
-def _renew_reference(file: Path) -> None:
-    """Put what the recipe says of the paper today into a results file that was kept: a correction needs no new run."""
-    from keel.evaluation.results import Reference, read_results, write_results
-    from keel.training import load_recipe
-
-    results = read_results(file)
-    try:
-        recipe = load_recipe(results.recipe, results.scale)
-    except KeelError:  # the user's own, or one that trains nothing
-        return
-    if recipe.reference is not None:
-        reference = Reference(**recipe.reference.model_dump())
-        if reference != results.reference:
-            write_results(results.model_copy(update={"reference": reference}), file)
 
 
 def _device(device: Device) -> str | None:

@@ -45,6 +45,7 @@ FLOORS = {
     "doctor": 4,
     "probing": 4,
     "parsing": 4,
+    "publishing": 4,
     "watching": 4,
     "cli": 5,
     "__main__": 6,
@@ -53,6 +54,7 @@ FLOORS = {
 # … and from these rooms on its own floor. The pairs form no circle: `test_neighbours_form_no_circle`.
 NEIGHBOURS = {("ops", "errors"), ("files", "errors"), ("streams", "hosts"), ("streams", "trees"), ("cache", "streams")}
 NEIGHBOURS |= {("experiment", "parsing")}  # a run trains the parsers of its trees
+NEIGHBOURS |= {("publishing", "report")}  # a page is the report's, what is kept beside it is not
 # Some rooms read less than the floor allows: of all that lies below them, these modules only.
 ONLY = {"report": {"keel.drawing", "keel.errors", "keel.evaluation.results", "keel.files"}}
 # Packages outside the standard library that a room may use; a room not named here may use every declared dependency.
