@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import Cache
 
 from keel.cache import new_cache, signals_of
@@ -28,28 +36,38 @@ from keel.streams import MarginPrior
 class AverageOverSamples(LogitsProcessor):
     """Replaces the scores of K neighbouring rows by the logarithm of their weighted mean distribution.
 
-    Every row of a group gets the same scores; with ``do_sample`` the token is drawn here, once a group, and the rows agree on it.
+    Every row of a group gets the same scores; with ``warpers`` (None: the likeliest) the token is drawn here from the warped mean,
+    once a group, and the rows agree on it.
     """
 
     def __init__(
-        self, samples: int, cache: Cache | None, prior: str | None, generator: torch.Generator | None, do_sample: bool
+        self,
+        samples: int,
+        cache: Cache | None,
+        prior: str | None,
+        generator: torch.Generator | None,
+        warpers: LogitsProcessorList | None,
     ) -> None:
         self.samples, self.cache, self.prior = samples, cache, prior
-        self.generator, self.do_sample = generator, do_sample
+        self.generator, self.warpers = generator, warpers
 
     def log_weights(self, rows: int, like: Tensor) -> Tensor:
-        """Return log w [B, K, 1]: ``sum_t log|det_t|`` under the prior, normalised within each group; equal without a prior."""
+        """Return log w [B, K, 1]: minus the prior's R of the tokens so far, normalised within each group; equal without a prior."""
         if self.prior is None or self.cache is None:
             return torch.full((rows // self.samples, self.samples, 1), 1 / self.samples).log().to(like)
-        barrier_NS = signals_of(self.cache)[f"{self.prior}.barrier"]
-        return torch.log_softmax(-barrier_NS.double().sum(1).view(-1, self.samples, 1), 1).to(like)
+        signals = signals_of(self.cache)
+        penalty_NS = signals[f"{self.prior}.barrier"].double()
+        if f"{self.prior}.residual" in signals:
+            penalty_NS = penalty_NS + signals[f"{self.prior}.residual"]
+        return torch.log_softmax(-penalty_NS.sum(1).view(-1, self.samples, 1), 1).to(like)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the averaged scores [N, V]."""
         logs_BKV = torch.log_softmax(scores.float(), -1).unflatten(0, (-1, self.samples))
         mean_BV = torch.logsumexp(logs_BKV + self.log_weights(len(scores), logs_BKV), 1)
-        if self.do_sample:
-            chosen_B1 = torch.multinomial(mean_BV.exp(), 1, generator=self.generator)
+        if self.warpers is not None:
+            warped_BV = self.warpers(input_ids[:: self.samples], mean_BV)
+            chosen_B1 = torch.multinomial(torch.softmax(warped_BV, -1), 1, generator=self.generator)
             mean_BV = torch.full_like(mean_BV, float("-inf")).scatter(1, chosen_B1, 0.0)
         return mean_BV.repeat_interleave(self.samples, 0)
 
@@ -71,20 +89,25 @@ def posterior_predictive(
         samples: K, embeddings drawn for each row; time and memory are those of K rows.
         noise: sigma, the standard deviation around a token's embedding in each dimension, >= 0.
         seed: of the noise and, with ``do_sample``, of the tokens.
-        options: of ``generate``; an ``attention_mask`` is [B, T]. No beams.
+        options: of ``generate``; an ``attention_mask`` is [B, T]. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` hold for the
+            mean distribution, and where they are not given those of the model's generation config do. No beams, and token ids alone.
     Returns: token ids [B, T + new], as ``generate`` does. With one sample and no noise they are ``generate``'s.
-    Raises: KeelError for fewer than one sample, a negative noise, or beams.
+    Raises: KeelError for fewer than one sample, a negative noise, beams, several sequences a prompt, or a dictionary asked for.
     """
-    if samples < 1 or noise < 0 or options.get("num_beams", 1) != 1:
+    refused = {name: options[name] for name in ("num_beams", "num_return_sequences") if options.get(name, 1) != 1}
+    refused |= {name: True for name in ("return_dict_in_generate",) if options.pop(name, False)}
+    if samples < 1 or noise < 0 or refused:
+        given = "".join(f", {name}={value}" for name, value in refused.items())
         raise KeelError(
-            f"posterior_predictive: samples={samples}, noise={noise}, num_beams={options.get('num_beams', 1)}; give at least one "
-            "sample, noise >= 0 and no beams"
+            f"posterior_predictive: samples={samples}, noise={noise}{given}; give at least one sample, noise >= 0, and neither beams, "
+            "nor several sequences a prompt, nor return_dict_in_generate"
         )
     generator = torch.Generator(device=input_ids.device).manual_seed(seed)
     found = model.wires.first(MarginPrior)
     prior = None if found is None else found[0]
     cache = new_cache(model.host.config)
-    average = AverageOverSamples(samples, cache, prior, generator, do_sample)
+    warpers = _warpers(model.generation_config, options) if do_sample else None
+    average = AverageOverSamples(samples, cache, prior, generator, warpers)
     if options.get("attention_mask") is not None:
         options["attention_mask"] = options["attention_mask"].repeat_interleave(samples, 0)
 
@@ -107,6 +130,22 @@ def posterior_predictive(
         hook.remove()
     assert isinstance(found, Tensor)
     return found[::samples]
+
+
+def _warpers(defaults: GenerationConfig, options: dict[str, Any]) -> LogitsProcessorList:
+    """Take the settings of sampling out of ``options`` and return what ``generate`` would make of them, in its order."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    wanted = {name: options.pop(name) if name in options else getattr(defaults, name, None) for name in names}
+    found = LogitsProcessorList()
+    if wanted["temperature"] not in (None, 1.0):
+        found.append(TemperatureLogitsWarper(wanted["temperature"]))
+    if wanted["top_k"]:
+        found.append(TopKLogitsWarper(wanted["top_k"]))
+    if wanted["top_p"] is not None and wanted["top_p"] < 1:
+        found.append(TopPLogitsWarper(wanted["top_p"]))
+    if wanted["min_p"] is not None:
+        found.append(MinPLogitsWarper(wanted["min_p"]))
+    return found
 
 
 class Abstain(LogitsProcessor):

@@ -14,9 +14,10 @@ from keel.data import CorpusConfig, read_documents
 from keel.data.languages import Dyck
 from keel.data.languages.dyck import depths
 from keel.errors import KeelError
-from keel.evaluation.support import TOP, barriers, support_tokens, support_weights
+from keel.evaluation.support import prior_terms, support_tokens
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
+from keel.ops.support import TOP, support_weights
 from keel.pretrained import load_model, load_tokenizer
 from keel.probes.attention_span import run_span, span_table
 from keel.probes.gates import run_gates
@@ -70,7 +71,9 @@ def probe_support(checkpoint: str, corpus: str, out: Path, *, length: int, seque
     rows_NT = text_rows(checkpoint, corpus, length, sequences)
     found = support_tokens(model, prior, rows_NT, rank=prior.left.shape[0], device=_place(device))
     embed = model.get_input_embeddings()
-    barriers_NT = torch.cat([barriers(prior, embed(row[None].to(_place(device))))[0] for row in rows_NT]).cpu()
+    barriers_NT = torch.cat(
+        [prior_terms(prior, embed(row[None].to(_place(device)))).logdets.barrier() for row in rows_NT]
+    ).cpu()
     shown = [_shaded(tokenizer, *row, index) for index, row in enumerate(zip(rows_NT, barriers_NT, strict=True))]
     title = "Support tokens"
     note = (

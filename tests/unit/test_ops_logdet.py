@@ -126,6 +126,22 @@ def test_the_boundary_is_finite_and_crossing_it_is_counted() -> None:
         assert gradient.isfinite().all()
 
 
+def test_beyond_the_boundary_the_barrier_falls_towards_it() -> None:
+    """The same pair: the barrier rises up to coupling 1 and beyond it too, so that its gradient always leads back."""
+    past = torch.tensor([[-1.0], [1.0], [0.0]], dtype=torch.float64).unsqueeze(0)
+    visible, found, slopes = visible_past(3, 3, False), [], []
+    for value in (0.2, 0.9, 1.1, 3.0):
+        coupling = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        barrier = attention_logdet(coupling * past, past, visible).barrier()[0, 2]
+        found.append(barrier.item())
+        slopes.append(torch.autograd.grad(barrier, coupling)[0].item())
+    assert found == pytest.approx(
+        [-math.log(0.8), -math.log(0.1), 2 * 12 * math.log(10) + math.log(0.1), 2 * 12 * math.log(10) + math.log(2)]
+    )
+    assert found == sorted(found)
+    assert slopes == pytest.approx([1 / 0.8, 10.0, 10.0, 0.5])
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(2.0, torch.float64), (4.0, torch.float64), (4.0, torch.float32)])
 def test_a_token_that_is_nearest_to_itself_is_near_the_boundary(size: float, dtype: torch.dtype) -> None:
     """Large embeddings: the token's own weight rounds to 1 in float32, and its block is all but singular, not I."""

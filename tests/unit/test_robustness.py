@@ -31,15 +31,11 @@ from keel.evaluation.selective import (
     selective,
     selective_words,
 )
-from keel.evaluation.support import (
-    barriers,
-    cumulative_share,
-    effective_size,
-    support_tokens,
-    support_weights,
-    top_share,
-)
+from keel.evaluation.support import prior_terms, support_tokens
+from keel.ops.logdet import LogDeterminants
+from keel.ops.support import cumulative_share, effective_size, running_support, support_weights, top_share
 from keel.probes.tokens import ShadedRow, token_page
+from keel.streams.margin import PriorTerms
 
 VOCABULARY, LENGTH = 40, 12
 
@@ -278,18 +274,40 @@ def test_predictions_of_a_model() -> None:
     assert measured.curves["max_probability"][COVERAGES.index(0.5)] == pytest.approx(wrong[surest_half].mean())
 
 
+def test_running_support_is_that_of_the_tokens_so_far() -> None:
+    torch.manual_seed(0)
+    barriers_BS = torch.randn(2, 9)
+    barriers_BS[1, :4] = -1.0  # nobody presses at first
+    counted = torch.ones(9, 9, dtype=torch.bool).tril()[3:].expand(2, 6, 9)
+    found = running_support(barriers_BS, counted)
+    for t in range(6):
+        weights = support_weights(barriers_BS[:, : t + 4])
+        torch.testing.assert_close(found.weight_BT[:, t].double(), weights[:, -1], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.top_share_BT[:, t].double(), top_share(weights), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            found.effective_size_BT[:, t].double(), effective_size(weights), atol=1e-5, rtol=1e-5
+        )
+    # Padding and other documents do not count: a row whose first five tokens are not its own.
+    masked = counted.clone()
+    masked[0, :, :5] = False
+    alone = running_support(barriers_BS[:1, 5:], torch.ones(4, 4, dtype=torch.bool).tril()[None])
+    for name, values in running_support(barriers_BS, masked)._asdict().items():
+        torch.testing.assert_close(values[:1, 2:], getattr(alone, name))
+        assert (values[0, :2] == 0).all(), "a token at which nothing counts has zeros"
+
+
 def test_a_prediction_beyond_the_boundary_is_the_least_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows = make_model(), make_windows()
 
-    def crossed(prior: Any, embeddings_1TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def crossed(prior: Any, embeddings_1TD: torch.Tensor) -> PriorTerms:
         """Far beyond it everywhere but at the first token, whose determinant is small."""
-        barrier_1T = torch.full(embeddings_1TD.shape[:2], -9.0)
-        barrier_1T[:, 0] = 5.0
-        sign_1T = -torch.ones_like(barrier_1T)
+        logabs_1T = torch.full(embeddings_1TD.shape[:2], 9.0)
+        logabs_1T[:, 0] = -5.0
+        sign_1T = -torch.ones_like(logabs_1T)
         sign_1T[:, 0] = 1
-        return barrier_1T, sign_1T
+        return PriorTerms(LogDeterminants(logabs_1T, sign_1T), None)
 
-    monkeypatch.setattr("keel.evaluation.selective.barriers", crossed)
+    monkeypatch.setattr("keel.evaluation.selective.prior_terms", crossed)
     found = by_name(selective(model, model.streams["margin"], windows).metrics)["aurc@barrier"].value
     ids = torch.stack([window.ids for window in windows])
     with torch.no_grad():
@@ -351,7 +369,7 @@ def test_samples_are_averaged_with_the_priors_weights() -> None:
         sigma = 0.5 * float(clean.square().mean().sqrt())
         drawn = perturb(clean.expand(3, -1, -1), "noise", sigma, [0, 1, 2])
         probabilities = torch.softmax(model(inputs_embeds=drawn).logits.double(), -1)
-        logdet = torch.cat([-barriers(prior, row[None])[0] for row in drawn]).double()
+        logdet = torch.cat([-prior_terms(prior, row[None]).penalty() for row in drawn]).double()
     nats = 0.0
     for t in range(LENGTH - 1):
         weights = torch.exp(logdet[:, : t + 1].sum(1))

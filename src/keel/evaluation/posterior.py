@@ -1,6 +1,6 @@
 """What the average over sampled embeddings predicts (support tokens, section 9): ``keel.decoding.posterior_predictive``, teacher-forced.
 
-    p(y_t+1 | y) ~ sum_k w_k p(y_t+1 | x_k),   x_k = x + sigma e_k,   log w_k = sum of log|det| of the tokens up to t
+    p(y_t+1 | y) ~ sum_k w_k p(y_t+1 | x_k),   x_k = x + sigma e_k,   log w_k = -R of the tokens up to t (Eq. 24)
 
 Without a prior all samples weigh the same: an ensemble over noise, the control for what the prior's weights add.
 
@@ -21,7 +21,7 @@ from keel.evaluation.items import ItemMetric
 from keel.evaluation.robustness import EmbeddedModel, perturb
 from keel.evaluation.scoring import HEAD_TOKENS, evaluating
 from keel.evaluation.selective import Predictions, summary
-from keel.evaluation.support import barriers
+from keel.evaluation.support import prior_terms
 from keel.streams import MarginPrior
 
 
@@ -80,8 +80,8 @@ def _log_weights(prior: MarginPrior | None, drawn_KTD: Tensor) -> Tensor:
     """Return the log-weight of each sample for the prediction behind each token [K, T]; they sum to one over samples."""
     if prior is None:
         return torch.zeros(drawn_KTD.shape[:2], dtype=torch.float64, device=drawn_KTD.device).log_softmax(0)
-    logdets = [-barriers(prior, row_TD[None])[0][0] for row_TD in drawn_KTD]
-    return torch.stack(logdets).double().cumsum(1).log_softmax(0)
+    penalties = [prior_terms(prior, row_TD[None]).penalty()[0] for row_TD in drawn_KTD]
+    return (-torch.stack(penalties).double()).cumsum(1).log_softmax(0)
 
 
 def _average(

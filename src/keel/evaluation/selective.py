@@ -27,7 +27,7 @@ from keel.evaluation.last_word import Passage
 from keel.evaluation.robustness import EmbeddedModel
 from keel.evaluation.scoring import HEAD_TOKENS, evaluating
 from keel.evaluation.statistics import Array
-from keel.evaluation.support import barriers
+from keel.evaluation.support import prior_terms
 from keel.streams import MarginPrior
 
 BINS = 15
@@ -166,8 +166,8 @@ def selective_words(
 
 def _sureness(prior: MarginPrior, embeddings_1TD: torch.Tensor) -> Array:
     """Return the determinant of every token [T], which falls as its barrier rises and is negative beyond the boundary."""
-    barrier_1T, sign_1T = barriers(prior, embeddings_1TD)
-    determinant_1T = sign_1T.double() * (-barrier_1T.double()).clamp(max=_MOST_NATS).exp()
+    logabs_1T, sign_1T = prior_terms(prior, embeddings_1TD).logdets
+    determinant_1T = sign_1T.double() * logabs_1T.double().clamp(max=_MOST_NATS).exp()
     found: Array = determinant_1T[0].cpu().numpy()
     return found
 

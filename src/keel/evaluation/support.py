@@ -1,15 +1,13 @@
 """Which tokens carry the barrier: support tokens, section 7.4.
 
-A token's barrier is ``b_t = -log|det|``. The paper normalises the barriers of a window to weights over its tokens, and does not print how.
-The default here keeps the pressure alone, ``w_t = max(b_t, 0) / sum``: a token inside the boundary presses and one with a
-determinant above 1 does not. The other reading, ``w_t = softmax(b)_t``, is the option.
+A token's barrier is ``b_t = -log|det|``; how barriers become weights is said in ``keel.ops.support``, and both readings are measured.
 
 Shapes: N windows, T tokens, D width.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,35 +16,9 @@ from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.robustness import EmbeddedModel
 from keel.hosts import HostShape
-from keel.ops.logdet import attention_logdet, visible_past
+from keel.ops.support import cumulative_share, effective_size, support_weights, top_share
 from keel.streams import MarginPrior
-
-Reading = Literal["pressure", "softmax"]
-TOP = 5
-
-
-def support_weights(barriers_NT: Tensor, reading: Reading = "pressure") -> Tensor:
-    """Return weights over the tokens of each window [N, T], summing to one; uniform where no token presses."""
-    if reading == "softmax":
-        return torch.softmax(barriers_NT.double(), -1)
-    pressures_NT = barriers_NT.double().clamp(min=0)
-    sums_N1 = pressures_NT.sum(-1, keepdim=True)
-    return torch.where(sums_N1 > 0, pressures_NT / sums_N1.clamp(min=1e-300), 1 / barriers_NT.shape[-1])
-
-
-def top_share(weights_NT: Tensor, count: int = TOP) -> Tensor:
-    """Return the weight of the ``count`` heaviest tokens [N], in (0, 1]; more is more concentrated."""
-    return weights_NT.topk(min(count, weights_NT.shape[-1]), -1).values.sum(-1)
-
-
-def effective_size(weights_NT: Tensor) -> Tensor:
-    """Return the exponential of the weights' entropy [N], in [1, T]: how many tokens carry the barrier."""
-    return torch.special.entr(weights_NT).sum(-1).exp()
-
-
-def cumulative_share(weights_NT: Tensor) -> Tensor:
-    """Return, for k = 1 … T, the mean weight of the k heaviest tokens [T] (Fig. 7.6)."""
-    return weights_NT.sort(-1, descending=True).values.cumsum(-1).mean(0)
+from keel.streams.margin import PriorTerms
 
 
 class SupportTokens(NamedTuple):
@@ -66,7 +38,7 @@ def support_tokens(
         ids_NT: token ids of windows; each window is one item.
         rank: of the fresh prior's coupling where there is none of the model's.
     Returns: ``support.top5_share``, ``support.effective_size``, ``support.crossings`` (share of tokens beyond the boundary) and
-        ``support.barrier`` (mean of -log|det|); for the fresh prior with ``@random``; under the other reading with ``@softmax``.
+        ``support.barrier`` (mean); for the fresh prior with ``@random``; under the other reading with ``@softmax``.
     Raises: KeelError for no windows.
     """
     if not len(ids_NT):
@@ -78,9 +50,9 @@ def support_tokens(
     for name, each in (("", prior), ("random", fresh)):
         if each is None:
             continue
-        parts = [barriers(each, embed(row[None].to(device))) for row in ids_NT]
-        barriers_NT = torch.cat([part[0] for part in parts]).cpu()
-        signs_NT = torch.cat([part[1] for part in parts]).cpu()
+        found = [prior_terms(each, embed(row[None].to(device))).logdets for row in ids_NT]
+        barriers_NT = torch.cat([logdets.barrier() for logdets in found]).cpu()
+        signs_NT = torch.cat([logdets.sign_BT for logdets in found]).cpu()
         curves[name or "learned"] = cumulative_share(support_weights(barriers_NT)).tolist()
         for reading in ("pressure", "softmax"):
             weights_NT = support_weights(barriers_NT, reading)
@@ -101,14 +73,9 @@ def support_tokens(
 
 
 @torch.inference_mode()
-def barriers(prior: MarginPrior, embeddings_1TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every token's barrier ``-log|det|`` and the sign of its determinant [1, T], from the embeddings of a whole window."""
-    queries_1TR, keys_1TR = prior.project(embeddings_1TD)
-    length, width = embeddings_1TD.shape[1:]
-    includes = prior.config.include_self
-    visible = visible_past(length, length, includes, device=embeddings_1TD.device)
-    found = attention_logdet(queries_1TR, keys_1TR, visible, width if includes else None)
-    return -found.logabs_BT, found.sign_BT
+def prior_terms(prior: MarginPrior, embeddings_1TD: Tensor) -> PriorTerms:
+    """Return what a prior says of the embeddings of a whole window, token by token [1, T]."""
+    return prior.terms(embeddings_1TD)
 
 
 def _fresh_like(prior: MarginPrior | None, width: int, rank: int, device: str) -> MarginPrior:

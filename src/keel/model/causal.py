@@ -201,9 +201,12 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         in_batch = num_items_in_batch if num_tokens_in_batch is None else num_tokens_in_batch
         total = num_tokens if in_batch is None else in_batch
         losses: dict[str, Tensor] = {}
+        shares: dict[str, Tensor] = {}
         for name, result in results.items():
             for key, auxiliary in result.losses.items():
                 losses[f"{name}.{key}"] = auxiliary.weight * auxiliary.token_sum / total
+            for key, count in result.counts.items():
+                shares[f"{name}.{key}"] = count / total
         loss = output.loss
         if loss is not None:
             for term in losses.values():
@@ -215,6 +218,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             losses=losses or None,
+            shares=shares or None,
             signals=_named_signals(results) if collect_signals else None,
         )
 

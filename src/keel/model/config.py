@@ -44,10 +44,12 @@ class KeelOutput(CausalLMOutputWithPast):
 
     Attributes:
         losses: named auxiliary losses with their weight, already part of ``loss``.
+        shares: named shares of the attended tokens that a stream counts, no part of ``loss``.
         signals: named per-token signals, [B, T] or [B, T, L]; only with ``collect_signals=True``.
     """
 
     losses: dict[str, Tensor] | None = None
+    shares: dict[str, Tensor] | None = None
     signals: dict[str, Tensor] | None = None
 
     # As in ModelOutput, which lists its fields anew for every attribute and once more at the end: for a token of decoding that

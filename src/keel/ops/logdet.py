@@ -16,6 +16,7 @@ N = R or R + 1 the size of a block.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,16 @@ class LogDeterminants(NamedTuple):
 
     logabs_BT: Tensor
     sign_BT: Tensor
+
+    def barrier(self) -> Tensor:
+        """Return the barrier [B, T]: ``-log|det|``, and beyond the boundary its reflection ``2 log(1/e) + log|det|``.
+
+        The density has its support where the determinant is positive. ``-log|det|`` alone falls again beyond the boundary and would
+        reward a token for going further; the reflection is finite, above what the boundary itself costs (e is the smallest pivot)
+        and falls towards it. Two eigenvalues that crossed leave the sign as it was, and are not seen.
+        """
+        smallest = SMALLEST_PIVOT[self.logabs_BT.dtype]
+        return torch.where(self.sign_BT < 0, self.logabs_BT - 2 * math.log(smallest), -self.logabs_BT)
 
 
 def reference_logdet(embeddings_BTD: Tensor, coupling_DD: Tensor, include_self: bool = False) -> LogDeterminants:
@@ -96,7 +107,8 @@ def attention_logdet(
     causality halves the work. Blocks too large to keep are computed again in the backward pass.
 
     A pivot of the factorisation below 1e-6 (1e-12 in float64) counts as that, in the value and in the gradient: at the boundary
-    itself the barrier is large and finite. Beyond it ``log|det|`` is finite again, and ``sign`` says that it was crossed.
+    itself the barrier is large and finite. Beyond it ``log|det|`` is finite again, and ``sign`` says that it was crossed; what
+    that costs is ``LogDeterminants.barrier``.
 
     Args:
         queries_BSR, keys_BSR: ``U' x`` and ``V' x`` of all tokens.

@@ -83,6 +83,7 @@ class PassResult:
             together are what the next pass is opened with.
         memory: what stays as it is, [B, ...], until a pass leaves another one; a rollback does not touch it.
         losses: named auxiliary losses.
+        counts: named numbers of attended tokens, of which training logs the share; no part of the loss.
         signals: named [B, T] or [B, T, L] tensors; empty unless asked for.
     """
 
@@ -91,6 +92,7 @@ class PassResult:
     rows: State = field(default_factory=dict)
     memory: State = field(default_factory=dict)
     losses: Mapping[str, StreamLoss] = field(default_factory=dict)
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from keel.errors import KeelError, suggest
 from keel.hosts import HostShape
 from keel.ops.logdet import (
     Degeneracy,
+    LogDeterminants,
     attention_blocks,
     attention_logdet,
     attention_weights,
@@ -32,6 +33,7 @@ from keel.ops.logdet import (
     visible_past,
 )
 from keel.ops.logdet_estimate import estimate_logdet
+from keel.ops.support import running_support
 from keel.streams.base import Flow, PassInputs, PassResult, State, Stream, StreamLoss
 
 _COUPLINGS = ("free", "positive", "negative")
@@ -102,17 +104,28 @@ def _is_schedule(given: object) -> bool:
     )
 
 
-class MarginFlow(Flow):
-    """What a pass computed; all None where nobody asked for it."""
+class PriorTerms(NamedTuple):
+    """What the prior says of each token [B, T]: its log-determinants, and ``|z_t|^2 / (2 sigma^2)`` where it has a squared error."""
 
-    logabs_BT: Tensor | None = None
-    sign_BT: Tensor | None = None
-    residual_BT: Tensor | None = None
+    logdets: LogDeterminants
+    residual_BT: Tensor | None
+
+    def penalty(self) -> Tensor:
+        """Return the token's part of R (Eq. 24) [B, T]: the barrier, and the squared error where there is one."""
+        barrier_BT = self.logdets.barrier()
+        return barrier_BT if self.residual_BT is None else barrier_BT + self.residual_BT
+
+
+class MarginFlow(Flow):
+    """What a pass computed; None and empty where nobody asked for it."""
+
+    terms: PriorTerms | None = None
     rows: State
+    signals: dict[str, Tensor]
 
     def __init__(self, inputs: PassInputs) -> None:
         self.inputs = inputs
-        self.rows = {}
+        self.rows, self.signals = {}, {}
 
 
 class MarginPrior(Stream):
@@ -120,9 +133,11 @@ class MarginPrior(Stream):
 
     It computes where gradients are on (training) or signals are asked for, and nothing else: generation costs what the host costs.
 
-    Losses: ``barrier``, R. Signals: ``barrier`` [B, T], ``-log|det|``, 0 for a token without a past and for padding; ``margin``
-    [B, T], ``det``, negative beyond the boundary (Eq. 9 in one dimension); for shares and support size see
-    ``keel.evaluation.support``. While decoding with signals the cache keeps the projected embeddings of all tokens.
+    Losses: ``barrier``, R; training also logs the share of ``crossed`` tokens, beyond the boundary. Signals, all [B, T]: ``barrier``,
+    ``-log|det|`` and beyond the boundary what ``LogDeterminants.barrier`` says, 0 for a token without a past and for padding;
+    ``margin``, ``det``, negative beyond the boundary (Eq. 9 in one dimension); ``residual`` with a squared error; and of the tokens
+    so far (section 7.4) ``support_weight``, the token's own, ``top5_share`` and ``effective_size``. While decoding with signals
+    the cache keeps the projected embeddings and barriers of all tokens.
     Reference twin: ``keel.ops.logdet.reference_logdet``.
     """
 
@@ -213,18 +228,45 @@ class MarginPrior(Stream):
             everything = {key: torch.cat([state[key], new], 1) for key, new in flow.rows.items()}
             attended_BT, documents_BT = everything["attended"], everything["documents"]
         queries_BSR, keys_BSR = everything["queries"], everything["keys"]
-        num_tokens = keys_BSR.shape[1]
-        visible = visible_past(length, num_tokens, self.config.include_self, attended_BT, documents_BT, device)
+        past = (length, keys_BSR.shape[1])
+        visible = visible_past(*past, self.config.include_self, attended_BT, documents_BT, device)
+        flow.terms = self._terms(queries_BSR, keys_BSR, visible, width, everything.get("embeddings"))
+        if inputs.collect_signals:
+            barrier_BT = flow.terms.logdets.barrier().detach()
+            barriers_BS = torch.cat([state["barrier"], barrier_BT], 1) if "barrier" in state else barrier_BT
+            flow.rows["barrier"] = barrier_BT
+            support = running_support(barriers_BS, visible_past(*past, True, attended_BT, documents_BT, device))
+            flow.signals = {
+                "support_weight": support.weight_BT,
+                "top5_share": support.top_share_BT,
+                "effective_size": support.effective_size_BT,
+            }
+
+    def _terms(
+        self, queries_BSR: Tensor, keys_BSR: Tensor, visible_BTS: Tensor, width: int, embeddings_BSD: Tensor | None
+    ) -> PriorTerms:
+        """Return the terms of the last T of S tokens; ``embeddings_BSD`` is read for the squared error alone."""
         if self.config.probes and torch.is_grad_enabled():
-            estimate = estimate_logdet(queries_BSR, keys_BSR, visible, probes=self.config.probes, steps=ESTIMATE_STEPS)
-            flow.logabs_BT, flow.sign_BT = estimate.logabs_BT, torch.ones_like(estimate.logabs_BT)
+            estimate = estimate_logdet(
+                queries_BSR, keys_BSR, visible_BTS, probes=self.config.probes, steps=ESTIMATE_STEPS
+            )
+            logdets = LogDeterminants(estimate.logabs_BT, torch.ones_like(estimate.logabs_BT))
         else:
-            found = attention_logdet(queries_BSR, keys_BSR, visible, width if self.config.include_self else None)
-            flow.logabs_BT, flow.sign_BT = found.logabs_BT, found.sign_BT
-        if self.config.noise is not None:
-            weights_BTS = attention_weights(queries_BSR[:, -length:], keys_BSR, visible)
-            residual_BTD = flow.rows["embeddings"] - weights_BTS @ everything["embeddings"]
-            flow.residual_BT = residual_BTD.square().sum(-1) / (2 * self.config.noise**2)
+            logdets = attention_logdet(queries_BSR, keys_BSR, visible_BTS, width if self.config.include_self else None)
+        if self.config.noise is None:
+            return PriorTerms(logdets, None)
+        assert embeddings_BSD is not None
+        length = visible_BTS.shape[1]
+        weights_BTS = attention_weights(queries_BSR[:, -length:], keys_BSR, visible_BTS)
+        residual_BTD = embeddings_BSD[:, -length:] - weights_BTS @ embeddings_BSD
+        return PriorTerms(logdets, residual_BTD.square().sum(-1) / (2 * self.config.noise**2))
+
+    def terms(self, embeddings_BTD: Tensor) -> PriorTerms:
+        """Return what the prior says of the embeddings of whole rows without padding, outside of a model's pass."""
+        queries_BTR, keys_BTR = self.project(embeddings_BTD)
+        length, width = embeddings_BTD.shape[1:]
+        visible = visible_past(length, length, self.config.include_self, device=embeddings_BTD.device)
+        return self._terms(queries_BTR, keys_BTR, visible, width, embeddings_BTD.to(queries_BTR.dtype))
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Never called: the prior writes nowhere."""
@@ -233,18 +275,24 @@ class MarginPrior(Stream):
     def close(self, flow: Flow) -> PassResult:
         """Return the loss and, where asked for, signals and what later tokens need of these."""
         assert isinstance(flow, MarginFlow)
-        if flow.logabs_BT is None or flow.sign_BT is None:
+        if flow.terms is None:
             return PassResult()
-        inputs, losses, signals = flow.inputs, {}, {}
+        inputs, losses, counts, signals = flow.inputs, {}, {}, flow.signals
+        logabs_BT, sign_BT = flow.terms.logdets
         if torch.is_grad_enabled():
-            terms_BT = -flow.logabs_BT if flow.residual_BT is None else flow.residual_BT - flow.logabs_BT
+            penalty_BT, crossed_BT = flow.terms.penalty(), sign_BT < 0
             if inputs.attended_BT is not None:
-                terms_BT = terms_BT * inputs.attended_BT
-            losses["barrier"] = StreamLoss(token_sum=terms_BT.sum(), weight=self.weight())
+                penalty_BT, crossed_BT = penalty_BT * inputs.attended_BT, crossed_BT & inputs.attended_BT
+            losses["barrier"] = StreamLoss(token_sum=penalty_BT.sum(), weight=self.weight())
+            counts["crossed"] = crossed_BT.sum().to(penalty_BT.dtype)
         if inputs.collect_signals:
-            signals["barrier"] = -flow.logabs_BT
-            signals["margin"] = flow.sign_BT * flow.logabs_BT.clamp(max=math.log(torch.finfo(torch.float32).max)).exp()
-        return PassResult(losses=losses, signals=signals, rows=flow.rows if inputs.collect_signals else {})
+            signals["barrier"] = flow.terms.logdets.barrier()
+            signals["margin"] = sign_BT * logabs_BT.clamp(max=math.log(torch.finfo(torch.float32).max)).exp()
+            if flow.terms.residual_BT is not None:
+                signals["residual"] = flow.terms.residual_BT
+        return PassResult(
+            losses=losses, counts=counts, signals=signals, rows=flow.rows if inputs.collect_signals else {}
+        )
 
     @torch.no_grad()
     def degeneracy(self, embeddings_BTD: Tensor, attended_BT: Tensor | None = None) -> Degeneracy:

@@ -96,7 +96,7 @@ class PhaseRecord:
     Attributes:
         curve: points of {"step", "tokens", "nll"}: training tokens of this phase so far and validation loss in nats a
             token.
-        log: points of {"step", "loss", named losses, "learning_rate", "grad_norm"}, averaged since the previous point.
+        log: points of {"step", "loss", named losses, named shares, "learning_rate", "grad_norm"}, averaged since the previous point.
         seconds, tokens: time inside training steps, and the tokens trained on in it; validation and checkpoints are
             left out.
         peak_memory_bytes: largest seen; on CPU of the whole process.
@@ -255,6 +255,8 @@ class PhaseTrainer(Trainer):
         self._add("nll", loss - sum(named.values()))
         for name, value in named.items():
             self._add(name, value)
+        for name, value in (getattr(outputs, "shares", None) or {}).items():
+            self._add(f"share.{name}", value)
         if self.phase.label_smoothing:
             assert num_items_in_batch is not None
             extra = smoothing_sum(outputs.logits, inputs["labels"]) / num_items_in_batch
