@@ -21,8 +21,15 @@ from keel.errors import KeelError
 from keel.evaluation import robustness as module
 from keel.evaluation.items import ItemMetric
 from keel.evaluation.last_word import Passage
-from keel.evaluation.posterior import posterior_scores
-from keel.evaluation.robustness import Perturbation, perturb, rescale_embeddings, robustness, subsampled
+from keel.evaluation.posterior import posterior_scores, posterior_words
+from keel.evaluation.robustness import (
+    Perturbation,
+    perturb,
+    rescale_embeddings,
+    robustness,
+    subsample_medians,
+    subsampled,
+)
 from keel.evaluation.selective import (
     COVERAGES,
     calibration_terms,
@@ -32,6 +39,7 @@ from keel.evaluation.selective import (
     selective_words,
 )
 from keel.evaluation.support import prior_terms, support_tokens
+from keel.experiment.token_picture import draw_tokens, laid_out
 from keel.ops.logdet import LogDeterminants
 from keel.ops.support import cumulative_share, effective_size, running_support, support_weights, top_share
 from keel.probes.tokens import ShadedRow, token_page
@@ -382,6 +390,50 @@ def test_samples_are_averaged_with_the_priors_weights() -> None:
     assert alike["posterior.ppl"].value != pytest.approx(found["posterior.ppl"].value, rel=1e-6)
     with pytest.raises(KeelError, match="samples >= 1"):
         posterior_scores(model, None, [window], samples=0, noise=0.5)
+
+
+def test_last_words_under_the_average_without_noise_are_the_models() -> None:
+    model = make_model()
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(0, VOCABULARY, (9,), generator=generator).tolist() for _ in range(3)]
+    with torch.no_grad():
+        for place in (7, 8):
+            rows[0][place] = int(model(torch.tensor([rows[0][:place]])).logits[0, -1].argmax())
+    passages = [Passage(ids=row, num_targets=2) for row in rows]
+    plain = by_name(selective_words(model, None, passages, "lambada").metrics)
+    found = by_name(posterior_words(model, model.streams["margin"], passages, "lambada", samples=2, noise=0.0))
+    assert found["lambada.posterior.accuracy"].value == pytest.approx(1 / 3)
+    for name in ("ece", "aurc", "aurc@entropy"):
+        assert found[f"lambada.posterior.{name}"].value == pytest.approx(plain[f"lambada.{name}"].value, rel=1e-4)
+    noisy = by_name(posterior_words(model, None, passages, "lambada", samples=2, noise=1.0))
+    assert noisy["lambada.posterior.ece"].value != pytest.approx(found["lambada.posterior.ece"].value, rel=1e-4)
+    with pytest.raises(KeelError, match="0 passages"):
+        posterior_words(model, None, [], "lambada", samples=2, noise=1.0)
+
+
+def test_medians_of_subsamples_are_those_of_the_paper() -> None:
+    values = np.random.default_rng(0).normal(2.0, 1.0, 40)
+    ratio = ItemMetric(
+        name="noise.ratio@0.4", unit="ratio", higher_is_better=False, exponential=True,
+        numerators=tuple(values), denominators=(1.0,) * 40,
+    )  # fmt: skip
+    found = subsample_medians({3: {"noise.ratio@0.4": ratio, "ece": ratio}}, [1, 3])
+    assert set(found) == {"noise.ratio.median@0.4"}
+    metric = found["noise.ratio.median@0.4"]
+    expected = subsampled(ratio)
+    assert metric.values == [None, expected.median] and metric.mean == expected.median
+    assert metric.ci95 == (expected.low, expected.high) and metric.higher_is_better is None
+
+
+def test_a_picture_of_tokens_keeps_every_character_in_its_line() -> None:
+    pieces = ["The", " barrier", "\nof", " a", " verylongword" * 3]
+    layout = laid_out(pieces, 20)
+    assert "".join(piece.text for piece in layout) == "".join(pieces).replace("\n", "⏎")
+    assert all(piece.column + len(piece.text) <= 20 + (piece.text == "⏎") for piece in layout)
+    assert [piece.line for piece in layout if piece.token == 2] == [0, 1]
+    pressing = draw_tokens(pieces, [0.0, 2.0, -1.0, 0.5, 1e-6], "arm", "An arm", 0)
+    assert "Framed: the 2 tokens" in pressing.caption and "-1.00 to 2.00" in pressing.caption
+    assert "No token presses" in draw_tokens(pieces, [0.0, -2.0, -1.0, -0.5, 1e-6], "arm", "An arm", 0).caption
 
 
 def test_the_page_of_tokens_shows_shades_marks_and_no_markup_of_the_text() -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from keel.data import Segment
 from keel.errors import KeelError
-from keel.evaluation.items import ItemMetric
+from keel.evaluation.items import ItemMetric, mean
+from keel.evaluation.last_word import Passage
 from keel.evaluation.robustness import EmbeddedModel, perturb
 from keel.evaluation.scoring import HEAD_TOKENS, evaluating
-from keel.evaluation.selective import Predictions, summary
+from keel.evaluation.selective import Predictions, as_word, summary
 from keel.evaluation.support import prior_terms
 from keel.streams import MarginPrior
 
@@ -53,10 +54,7 @@ def posterior_scores(
     items, nats, shares = [], [], []
     with evaluating(model):
         for index, window in enumerate(windows):
-            clean_1TD = model.get_input_embeddings()(window.ids[:-1].unsqueeze(0).to(device))
-            sigma = noise * float(clean_1TD.double().square().mean().sqrt())
-            seeds = [index * samples + sample for sample in range(samples)]
-            drawn_KTD = perturb(clean_1TD.expand(samples, -1, -1), "noise", sigma, seeds)
+            drawn_KTD = _draw(model, window.ids[:-1].to(device), samples, noise, index)
             log_weight_KT = _log_weights(prior, drawn_KTD)
             predicted, nll_T = _average(model, drawn_KTD, log_weight_KT, window.ids[1:].to(device))
             items.append(predicted)
@@ -74,6 +72,53 @@ def posterior_scores(
         numerators=tuple(shares), denominators=(1.0,) * len(shares),
     )  # fmt: skip
     return [perplexity, *summary(items, "posterior.").metrics, share]
+
+
+def posterior_words(
+    model: EmbeddedModel,
+    prior: MarginPrior | None,
+    passages: Sequence[Passage],
+    family: str,
+    *,
+    samples: int,
+    noise: float,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> list[ItemMetric]:
+    """Measure how the average predicts the last word of passages, each of which is one item with one prediction.
+
+    What counts as right and how sure a word is are as in ``keel.evaluation.selective.selective_words``; the rest is as for
+    ``posterior_scores``.
+
+    Args:
+        family: what the metrics' names begin with.
+    Returns: ``<family>.posterior.accuracy``, ``.ece``, ``.aurc`` and ``.aurc@entropy``.
+    Raises: KeelError for no passages, fewer than one sample or negative noise.
+    """
+    if not passages or samples < 1 or noise < 0:
+        raise KeelError(
+            f"{family}: {len(passages)} passages, samples={samples}, noise={noise}; expected passages, samples >= 1, noise >= 0"
+        )
+    items = []
+    with evaluating(model):
+        for index, passage in enumerate(passages):
+            drawn_KTD = _draw(model, torch.tensor(passage.ids[:-1], device=device), samples, noise, index)
+            targets_T = torch.tensor(passage.ids[1:], device=device)
+            tokens, _ = _average(model, drawn_KTD, _log_weights(prior, drawn_KTD), targets_T)
+            items.append(as_word(tokens, passage.num_targets))
+            if progress is not None:
+                progress(index + 1)
+    hits = [1.0 - float(item.wrong_T[0]) for item in items]
+    accuracy = mean(f"{family}.posterior.accuracy", hits, unit="share", higher_is_better=True)
+    return [accuracy, *summary(items, f"{family}.posterior.").metrics]
+
+
+def _draw(model: EmbeddedModel, ids_T: Tensor, samples: int, noise: float, index: int) -> Tensor:
+    """Return K perturbed embeddings of a text [K, T, D]; the text's number decides the noise, whatever else is measured."""
+    clean_1TD = model.get_input_embeddings()(ids_T.unsqueeze(0))
+    sigma = noise * float(clean_1TD.double().square().mean().sqrt())
+    seeds = [index * samples + sample for sample in range(samples)]
+    return perturb(clean_1TD.expand(samples, -1, -1), "noise", sigma, seeds)
 
 
 def _log_weights(prior: MarginPrior | None, drawn_KTD: Tensor) -> Tensor:

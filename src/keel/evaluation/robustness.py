@@ -10,7 +10,8 @@ Shapes: B windows of a batch, T tokens, D width, N windows, K subsamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -21,11 +22,15 @@ from torch import Tensor
 from keel.data import Segment
 from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric
+from keel.evaluation.results import Metric
 from keel.evaluation.scoring import HEAD_TOKENS, LanguageModel, evaluating, score_tokens
 from keel.evaluation.statistics import Array
 
 BATCH_TOKENS = 4096  # tokens whose states exist at a time
 SUBSAMPLES, SUBSAMPLE_WINDOWS = 100, 16  # section 7.3
+_SUMMARISED = re.compile(
+    r"ppl|contextual_embedding_error|(?:noise|drift)\.ratio(?:_snr)?@.+|support\.(?:top5_share|effective_size)(?:@.+)?"
+)
 
 
 class EmbeddedModel(LanguageModel, Protocol):
@@ -197,6 +202,33 @@ def subsampled(
     values_K = np.exp(ratios_K) if metric.exponential else ratios_K
     low, median, high = np.quantile(values_K, [0.025, 0.5, 0.975])
     return Subsampled(float(median), float(low), float(high), values_K)
+
+
+def subsample_medians(evaluations: Mapping[int, Mapping[str, ItemMetric]], seeds: Sequence[int]) -> dict[str, Metric]:
+    """Return the paper's summary of what it summarises so, as ``<quantity>.median@<condition>``.
+
+    A value is the median over a seed's subsamples, and the interval holds 95 % of the subsamples of all seeds: it says how they
+    scatter, as in the paper's tables, and is no confidence interval of the mean.
+
+    Args:
+        evaluations: metrics by name, by seed; a metric that some seed lacks is left out.
+        seeds: those of the results file, in order; one that was not measured has None.
+    """
+    found = {}
+    for name in next(iter(evaluations.values()), {}):
+        if _SUMMARISED.fullmatch(name) and all(name in metrics for metrics in evaluations.values()):
+            parts = {seed: subsampled(metrics[name]) for seed, metrics in evaluations.items()}
+            values = [parts[seed].median if seed in parts else None for seed in seeds]
+            low, high = np.quantile(np.concatenate([part.values_K for part in parts.values()]), [0.025, 0.975])
+            quantity, _, condition = name.partition("@")
+            found[f"{quantity}.median{'@' if condition else ''}{condition}"] = Metric(
+                values=values,
+                mean=float(np.mean([value for value in values if value is not None])),
+                ci95=(float(low), float(high)),
+                unit=f"{next(iter(evaluations.values()))[name].unit}, median of subsamples",
+                higher_is_better=None,
+            )
+    return found
 
 
 def rescale_embeddings(model: Any, factor: float) -> None:

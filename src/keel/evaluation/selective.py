@@ -151,14 +151,10 @@ def selective_words(
             ids_1T = torch.tensor([passage.ids[:-1]], device=device)
             first = len(passage.ids) - passage.num_targets
             tokens = _predict(model, ids_1T, torch.tensor(passage.ids[1:], device=device), first - 1)
-            scores = {
-                "max_probability": np.array([tokens.confidence_T.prod()]),
-                "entropy": np.array([tokens.scores["entropy"].sum()]),
-            }
+            word = as_word(tokens, passage.num_targets)
             if prior is not None:
-                scores["barrier"] = _sureness(prior, model.get_input_embeddings()(ids_1T[:, :first]))[-1:]
-            wrong_T = np.array([tokens.wrong_T.max()])
-            items.append(Predictions(scores["max_probability"], wrong_T, scores))
+                word.scores["barrier"] = _sureness(prior, model.get_input_embeddings()(ids_1T[:, :first]))[-1:]
+            items.append(word)
             if progress is not None:
                 progress(index + 1)
     return summary(items, f"{family}.")
@@ -187,6 +183,13 @@ def summary(items: Sequence[Predictions], prefix: str = "") -> Selective:
         places = [max(0, round(coverage * len(curve_N)) - 1) for coverage in COVERAGES]
         curves[name] = [float(curve_N[place]) for place in places]
     return Selective(metrics, curves)
+
+
+def as_word(tokens: Predictions, num_targets: int) -> Predictions:
+    """Return the one prediction of a word that the last ``num_targets`` predictions of tokens are: right where all of them are."""
+    sure, entropies = tokens.confidence_T[-num_targets:], tokens.scores["entropy"][-num_targets:]
+    scores = {"max_probability": np.array([sure.prod()]), "entropy": np.array([entropies.sum()])}
+    return Predictions(scores["max_probability"], np.array([tokens.wrong_T[-num_targets:].max()]), scores)
 
 
 def _predict(model: EmbeddedModel, ids_1T: torch.Tensor, targets_T: torch.Tensor, first: int = 0) -> Predictions:

@@ -16,7 +16,7 @@ from keel.errors import KeelError
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.robustness import EmbeddedModel
 from keel.hosts import HostShape
-from keel.ops.support import cumulative_share, effective_size, support_weights, top_share
+from keel.ops.support import cumulative_share, effective_size, first_share, pressures, support_weights, top_share
 from keel.streams import MarginPrior
 from keel.streams.margin import PriorTerms
 
@@ -37,8 +37,10 @@ def support_tokens(
         prior: the model's own, None for a model without one.
         ids_NT: token ids of windows; each window is one item.
         rank: of the fresh prior's coupling where there is none of the model's.
-    Returns: ``support.top5_share``, ``support.effective_size``, ``support.crossings`` (share of tokens beyond the boundary) and
-        ``support.barrier`` (mean); for the fresh prior with ``@random``; under the other reading with ``@softmax``.
+    Returns: ``support.top5_share``, ``support.first5_share`` (of the first five tokens, which hardly have a past),
+        ``support.effective_size``, ``support.pressing`` and ``support.crossings`` (shares of tokens with a determinant below 1, and
+        beyond the boundary) and ``support.barrier`` (mean); for the fresh prior with ``@random``; under the other reading with
+        ``@softmax``.
     Raises: KeelError for no windows.
     """
     if not len(ids_NT):
@@ -60,11 +62,14 @@ def support_tokens(
             at = f"@{at}" if at else ""
             shares = [
                 mean(f"support.top5_share{at}", top_share(weights_NT).tolist(), unit="share", higher_is_better=None),
+                mean(f"support.first5_share{at}", first_share(weights_NT).tolist(), unit="share", higher_is_better=None),
                 mean(f"support.effective_size{at}", effective_size(weights_NT).tolist(), unit="tokens", higher_is_better=None),
             ]  # fmt: skip
             metrics += shares
         at = f"@{name}" if name else ""
         crossed = (signs_NT < 0).double().mean(1).tolist()
+        pressing = (pressures(barriers_NT) > 0).double().mean(1).tolist()
+        metrics.append(mean(f"support.pressing{at}", pressing, unit="share of tokens", higher_is_better=None))
         metrics.append(mean(f"support.crossings{at}", crossed, unit="share of tokens", higher_is_better=None))
         metrics.append(
             mean(f"support.barrier{at}", barriers_NT.double().mean(1).tolist(), unit="nats", higher_is_better=None)

@@ -18,6 +18,7 @@ from keel.errors import KeelError
 from keel.evaluation.extrapolation import ExtrapolationResult, token_scores
 from keel.evaluation.items import item_statistic
 from keel.evaluation.results import Arm, Comparison, Curve, Metric, Provenance, Reference, Results
+from keel.evaluation.robustness import subsample_medians
 from keel.evaluation.statistics import Bootstrap, Statistic, bits_per_byte, growth, perplexity
 from keel.experiment.measure import Evaluation, read_evaluation
 from keel.experiment.pictures import pictures
@@ -162,6 +163,10 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
     reports = {seed: read_training_report(Unit(lender or arm, seed).folder(out)) for seed in recipe.seeds}
     trained = [report for report in reports.values() if report is not None]
     own = trained if lender is None else []
+    metrics = statistics.metrics(arm, recipe.seeds)
+    if recipe.evaluation.robustness is not None:
+        measured = {seed: evaluation.metrics for seed, evaluation in statistics.evaluations[arm].items()}
+        metrics |= subsample_medians(measured, recipe.seeds)
     return Arm(
         label=recipe.label_of(arm),
         streams=streams_of(recipe, arm),
@@ -170,7 +175,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
         params_trainable=trained[0].params_trainable,
         train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) or None if own else None,
         peak_memory_bytes=max((report.peak_memory_bytes for report in own), default=None),
-        metrics=statistics.metrics(arm, recipe.seeds),
+        metrics=metrics,
         curves=_curves(recipe, arm, reports) if own else {},
     )
 

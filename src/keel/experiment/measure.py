@@ -20,12 +20,12 @@ from keel.evaluation.blocks import block_scores
 from keel.evaluation.completion import completion
 from keel.evaluation.extrapolation import ExtrapolationResult, extrapolation
 from keel.evaluation.items import ItemMetric
-from keel.evaluation.last_word import last_word, read_passages
+from keel.evaluation.last_word import Passage, last_word, read_passages
 from keel.evaluation.masked import masked_scores
-from keel.evaluation.posterior import posterior_scores
+from keel.evaluation.posterior import posterior_scores, posterior_words
 from keel.evaluation.robustness import Perturbation, robustness
 from keel.evaluation.selective import Selective, selective, selective_words
-from keel.evaluation.support import support_tokens
+from keel.evaluation.support import prior_terms, support_tokens
 from keel.experiment.asked import measure_benchmark, measure_blimp, measure_cloze, measure_leak, measure_syntax
 from keel.experiment.downstream import measure_glue, measure_holmes, measure_linguistic, measure_mteb, measure_squad
 from keel.experiment.dynamics import measure_dta, measure_faults, measure_signals
@@ -43,8 +43,10 @@ from keel.files import write_atomically
 from keel.positions import Positions, set_positions
 from keel.streams import MarginPrior, StructuralStream
 from keel.training import Recipe
-from keel.training.evaluation_sections import Windows
+from keel.training.evaluation_sections import SelectiveWords, Windows
 from keel.training.section import Section
+
+SHOWN_TOKENS = 192  # of the text that a report shows with its barriers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,11 +287,10 @@ def _selective(subject: Subject) -> list[ItemMetric]:
 def _selective_words(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.selective_words
     assert wanted is not None
-    documents = read_documents(build_config(CorpusConfig, wanted.passages, "evaluation.selective_words.passages"))
     found = selective_words(
         subject.model,
         _prior(subject),
-        read_passages(documents, subject.data.tokenizer, single_token=wanted.single_token)[: wanted.count],
+        _passages(subject, wanted, "selective_words"),
         wanted.name,
         device=subject.device,
         progress=lambda done: subject.tell("sure and wrong last words", done, wanted.count),
@@ -319,19 +320,47 @@ def _posterior(subject: Subject) -> list[ItemMetric]:
     )
 
 
+def _posterior_words(subject: Subject) -> list[ItemMetric]:
+    wanted = subject.recipe.evaluation.posterior_words
+    assert wanted is not None
+    return posterior_words(
+        subject.model,
+        _prior(subject),
+        _passages(subject, wanted, "posterior_words"),
+        wanted.name,
+        samples=wanted.samples,
+        noise=wanted.noise,
+        device=subject.device,
+        progress=lambda done: subject.tell("last words under averages", done, wanted.count),
+    )
+
+
+def _passages(subject: Subject, wanted: SelectiveWords, section: str) -> list[Passage]:
+    documents = read_documents(build_config(CorpusConfig, wanted.passages, f"evaluation.{section}.passages"))
+    return read_passages(documents, subject.data.tokenizer, single_token=wanted.single_token)[: wanted.count]
+
+
 def _support(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.support
     assert wanted is not None
     subject.tell("support tokens", 0, 1)
-    windows = _windows(subject, wanted)
+    windows, prior = _windows(subject, wanted), _prior(subject)
     found = support_tokens(
         subject.model,
-        _prior(subject),
+        prior,
         torch.stack([window.ids for window in windows]),
         rank=wanted.rank,
         device=subject.device,
     )
-    write_atomically(subject.folder / SUPPORT_FILE, json.dumps(found.curves).encode())
+    kept: dict[str, Any] = {"curves": found.curves}
+    if prior is not None:
+        shown_T = windows[0].ids[:SHOWN_TOKENS]
+        logdets = prior_terms(prior, subject.model.get_input_embeddings()(shown_T[None].to(subject.device))).logdets
+        kept["text"] = {
+            "pieces": subject.data.tokenizer.batch_decode(shown_T.unsqueeze(1), clean_up_tokenization_spaces=False),
+            "barriers": logdets.barrier()[0].tolist(),
+        }
+    write_atomically(subject.folder / SUPPORT_FILE, json.dumps(kept).encode())
     return found.metrics
 
 
@@ -384,6 +413,7 @@ _METRICS: dict[str, Callable[[Subject], list[ItemMetric]]] = {
     "selective": _selective,
     "selective_words": _selective_words,
     "posterior": _posterior,
+    "posterior_words": _posterior_words,
     "signals": measure_signals,
     "dta": measure_dta,
     "faults": measure_faults,

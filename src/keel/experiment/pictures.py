@@ -18,6 +18,7 @@ from keel.evaluation.results import Picture
 from keel.evaluation.selective import COVERAGES
 from keel.experiment.encoder_pictures import encoder_pictures
 from keel.experiment.time_lines import draw_time_lines
+from keel.experiment.token_picture import draw_tokens
 from keel.probes.output import Line, line_figure, share_figure
 from keel.training import Recipe
 
@@ -103,9 +104,13 @@ def draw_heat_maps(panels: Mapping[str, Matrix], seed: int) -> Drawing:
 
 
 def _support(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:
-    """Draw the share of the barrier in the heaviest tokens, of each learned prior and of a fresh one (support tokens, Fig. 7.6)."""
+    """Draw the share of the barrier in the heaviest tokens, of each learned prior and of a fresh one (support tokens, Fig. 7.6), and
+    a text with each learned prior's barriers.
+    """
     found = {arm: folder / SUPPORT_FILE for arm, folder in folders.items() if (folder / SUPPORT_FILE).is_file()}
-    curves = {arm: json.loads(path.read_text(encoding="utf-8")) for arm, path in found.items()}
+    read = {arm: json.loads(path.read_text(encoding="utf-8")) for arm, path in found.items()}
+    curves = {arm: kept["curves"] for arm, kept in read.items()}
+    texts = {arm: kept["text"] for arm, kept in read.items() if "text" in kept}
     learned = {recipe.label_of(arm): curve["learned"] for arm, curve in curves.items() if "learned" in curve}
     if not learned:
         return []
@@ -113,7 +118,12 @@ def _support(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) 
     caption = f"Mean over windows, the heaviest token first, seed {seed}; the fresh prior reads the embeddings of the first of these arms."
     drawing = share_figure({**learned, "Fresh prior": fresh}, caption)
     drawing.write(out / "figures", "support")
-    return [Picture(file="figures/support.curves.png", title=drawing.title, caption=drawing.caption)]
+    pictures = [Picture(file="figures/support.curves.png", title=drawing.title, caption=drawing.caption)]
+    for arm, text in texts.items():
+        drawing = draw_tokens(text["pieces"], text["barriers"], arm, recipe.label_of(arm), seed)
+        drawing.write(out / "figures", "tokens")
+        pictures.append(Picture(file=f"figures/tokens.{arm}.png", title=drawing.title, caption=drawing.caption))
+    return pictures
 
 
 def _risk(recipe: Recipe, folders: Mapping[str, Path], out: Path, seed: int) -> list[Picture]:

@@ -18,6 +18,7 @@ FAULTS = "fault."
 """What the metrics of injected faults begin with."""
 _NUMBERED = re.compile(r"^(?P<kind>[A-Za-z_]*?)(?P<value>\d+(?:\.\d+)?)$")
 _KINDS = {"": "tokens", "L": "length", "d": "depth", "w": "width"}
+_MEDIAN = ".median"  # what the paper's summary of a quantity ends in (keel.evaluation.robustness)
 _SIGMA = "σ"  # what a plain number counts in these families
 _SIGMA_FAMILIES = ("noise", "drift", "excluded")
 _QUANTITIES = {
@@ -145,6 +146,8 @@ def count(value: float) -> str:
 
 def quantity_phrase(quantity: str) -> str:
     """Return the words for a quantity: "dyck.exact_match" is "Dyck exact match"."""
+    if quantity.endswith(_MEDIAN):
+        return f"{quantity_phrase(quantity.removesuffix(_MEDIAN))}, median of 100 subsamples"
     words = re.split(r"[._]", quantity)
     return _QUANTITIES.get(quantity) or " ".join(_WORDS.get(word, word) for word in words)
 

@@ -111,7 +111,9 @@ def _check_data(recipe: Recipe) -> None:
             with _naming(where):
                 build_config(CorpusConfig, fields, where)
     on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
-    needs = dict.fromkeys((*on_text, "selective_words", "posterior", "signals", "dta", "faults"), "text")
+    needs = dict.fromkeys(
+        (*on_text, "selective_words", "posterior", "posterior_words", "signals", "dta", "faults"), "text"
+    )
     of_encoders = ("masked", "position_probe", "heads", "inter_model", "linguistic", "glue", "squad", "holmes", "mteb")
     needs |= dict.fromkeys(of_encoders, "masked text")
     needs |= {"completion": "strings to complete", "attention_match": "the task markov"}

@@ -163,6 +163,17 @@ class Posterior(Windows):
     noise: NonNegative = 0.25
 
 
+class PosteriorWords(SelectiveWords):
+    """The same of the last word of passages.
+
+    Attributes:
+        samples, noise: as for ``posterior``.
+    """
+
+    samples: Count = 8
+    noise: NonNegative = 0.25
+
+
 class SignalQuality(Windows):
     """Whether a path's signals tell disrupted tokens from clean ones (``keel.evaluation.signals``), on text.
 
@@ -398,6 +409,7 @@ class Evaluation(Section):
     selective: Selective | None = None
     selective_words: SelectiveWords | None = None
     posterior: Posterior | None = None
+    posterior_words: PosteriorWords | None = None
     signals: SignalQuality | None = None
     dta: Dta | None = None
     faults: Faults | None = None

@@ -268,7 +268,7 @@ class Recipe(Section):
 
     def passages(self) -> dict[str, dict[str, Any]]:
         """Return the fields of every source of passages that the evaluation reads, by where they stand in the recipe."""
-        wanted = {"last_word": self.evaluation.last_word, "selective_words": self.evaluation.selective_words}
+        wanted = {name: getattr(self.evaluation, name) for name in ("last_word", "selective_words", "posterior_words")}
         return {f"evaluation.{name}.passages": part.passages for name, part in wanted.items() if part is not None}
 
     def trained_arms(self) -> list[str]:
