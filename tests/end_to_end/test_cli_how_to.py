@@ -65,12 +65,12 @@ def test_marked_python_runs_and_prints_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(streams, "STREAMS", streams.STREAMS.copy())
-    printed = ""
+    printed, names = "", {"__name__": "__main__"}  # a page's blocks follow one another
     for mark, _, text in blocks(page):
         if mark == "test":
             stdout = io.StringIO()
             with contextlib.redirect_stdout(stdout):
-                exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+                exec(compile(text, str(page), "exec"), names)
             printed = stdout.getvalue()
         if mark == "output":
             assert printed.split() == text.split()
