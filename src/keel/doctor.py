@@ -85,7 +85,9 @@ def _sources(recipe: Recipe | Simulation) -> list[str]:
     if isinstance(recipe, Simulation):
         return []
     given = [recipe.data.corpus, *recipe.passages().values()]
-    return [str(fields["source"]) for fields in given if fields is not None]
+    return [
+        str(source) for fields in given if fields is not None for source in fields.get("sources") or [fields["source"]]
+    ]
 
 
 def duration(minutes: float | None) -> str:

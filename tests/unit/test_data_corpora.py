@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from keel.data import Corpus, CorpusConfig, Document, load_corpus
+from keel.data.corpora import read_documents
 from keel.data.sources import join_wikitext
 from keel.errors import KeelError
 
@@ -170,6 +171,23 @@ def test_duplicates_leave_one_copy_and_test_wins(tmp_path: Path) -> None:
 def test_no_text_is_in_two_splits(tmp_path: Path) -> None:
     found = all_texts(load(write(tmp_path / "a.jsonl", jsonl(TEXTS * 3)), valid_fraction=0.3, test_fraction=0.3))
     assert len(found) == len(set(found)) == len(TEXTS)
+
+
+def test_several_sources_keep_their_splits_and_share_no_text(tmp_path: Path) -> None:
+    for split, texts in (("train", TEXTS[:20]), ("valid", TEXTS[20:22]), ("test", TEXTS[22:24])):
+        write(tmp_path / "divided" / f"{split}.jsonl", jsonl(texts))
+    # 23 is in the test split of the one and would be trained on in the other.
+    write(tmp_path / "whole.jsonl", jsonl([*TEXTS[23:], TEXTS[3]]))
+    sources = (str(tmp_path / "divided"), str(tmp_path / "whole.jsonl"))
+    both, config = load_corpus(CorpusConfig(sources=sources)), CorpusConfig(sources=sources)
+    assert both.name == "divided + whole.jsonl" and config.label == " + ".join(sources)
+    texts = texts_of(both)
+    assert sorted(all_texts(both)) == sorted(TEXTS)
+    assert texts["train"][:20] == TEXTS[:20] and set(texts["train"][20:]) < set(TEXTS[24:])
+    assert texts["valid"][:2] == TEXTS[20:22] and len(texts["valid"]) == 3 and texts["test"][:2] == TEXTS[22:24]
+    turned = load_corpus(CorpusConfig(sources=sources[::-1]))
+    assert sorted(all_texts(turned)) == sorted(TEXTS) and TEXTS[23] in texts_of(turned)["test"]
+    assert [one.text for one in read_documents(config)] == [*TEXTS[22:], TEXTS[3]]
 
 
 @pytest.mark.parametrize("documents", [1, 2])
@@ -347,6 +365,10 @@ def test_split_that_only_repeats_is_refused(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"source": ""}, "source is empty"),
+        ({"source": "", "sources": ("stdlib", "")}, "source is empty"),
+        ({"source": "", "sources": ("stdlib",)}, "at least two different sources"),
+        ({"source": "", "sources": ("stdlib", "stdlib")}, "at least two different sources"),
+        ({"sources": ("a", "b")}, r"sources \['a', 'b'\] with source 'stdlib'; give source alone"),
         ({"valid_fraction": 0.0}, "valid_fraction 0.0 and test_fraction 0.05 must each be above 0"),
         ({"valid_fraction": 0.5, "test_fraction": 0.5}, "together below 1"),
         ({"max_bytes": 0}, "max_bytes is 0, expected at least 1"),

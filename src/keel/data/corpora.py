@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class CorpusConfig:
     Attributes:
         source: ``stdlib`` (the running Python's library), a path of a file or folder (txt, md, py, jsonl, parquet, each
             also .gz), ``data:NAME`` (a folder below the data root, see ``data_root``) or ``hub:DATASET[:CONFIG]``.
+        sources: several of these instead, at least two; each keeps its own splits, or is split on its own.
         text_field: field of a jsonl or parquet row, or of a Hub dataset, that holds the text.
         encoding: encoding of text files.
         valid_fraction: share of the documents for validation where the source has no such split, in (0, 1).
@@ -28,7 +30,8 @@ class CorpusConfig:
         max_bytes: most UTF-8 bytes of training text; validation and test text stay whole, so that results compare.
     """
 
-    source: str
+    source: str = ""
+    sources: tuple[str, ...] = ()
     text_field: str = "text"
     encoding: str = "utf-8"
     valid_fraction: float = 0.05
@@ -38,7 +41,11 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         """Check ranges. Raises: KeelError."""
-        if not self.source:
+        if self.sources and (self.source or len(set(self.sources)) < max(2, len(self.sources))):
+            raise KeelError(
+                f"corpus sources {list(self.sources)} with source {self.source!r}; give source alone, or at least two different sources"
+            )
+        if not self.source and not all(self.sources or ("",)):
             raise KeelError("corpus source is empty; give stdlib, a path, data:NAME or hub:DATASET")
         if not (self.valid_fraction > 0 and self.test_fraction > 0 and self.valid_fraction + self.test_fraction < 1):
             raise KeelError(
@@ -51,6 +58,15 @@ class CorpusConfig:
             codecs.lookup(self.encoding)
         except LookupError as error:
             raise KeelError(f"unknown encoding {self.encoding!r}; expected a codec such as utf-8 or latin-1") from error
+
+    @property
+    def label(self) -> str:
+        """What the source, or all of them, are called in reports and messages."""
+        return self.source or " + ".join(self.sources)
+
+    def each(self) -> list[CorpusConfig]:
+        """Return a configuration a source."""
+        return [dataclasses.replace(self, source=one, sources=()) for one in self.sources] or [self]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,22 +101,28 @@ def load_corpus(config: CorpusConfig) -> Corpus:
 
     Raises: KeelError, one line, where the text is missing, unreadable, empty or too short to be split.
     """
-    name, found = _read(config)
-    if "train" not in found:
-        raise KeelError(f"corpus {config.source} has no train split (found: {', '.join(found)}); choose another source")
+    parts = config.each()
+    names, found = zip(*map(_read, parts), strict=True)
+    for part, splits in zip(parts, found, strict=True):
+        if "train" not in splits:
+            raise KeelError(
+                f"corpus {part.source} has no train split (found: {', '.join(splits)}); choose another source"
+            )
     kept = _deduplicate(found)
-    if not any(kept.values()):
-        raise KeelError(f"corpus {config.source} is empty: no document with text; give a corpus that has some")
-    splits = _complete(kept, config)
+    for part, splits in zip(parts, kept, strict=True):
+        if not any(splits.values()):
+            raise KeelError(f"corpus {part.source} is empty: no document with text; give a corpus that has some")
+    completed = [_complete(splits, part) for splits, part in zip(kept, parts, strict=True)]
+    splits = {split: [document for part in completed for document in part[split]] for split in SPLITS}
     if config.max_bytes is not None:
         splits["train"] = _limit(splits["train"], config.max_bytes, config.seed)
     for split in SPLITS:
         if not splits[split]:
             raise KeelError(
-                f"corpus {config.source}: no text left for the {split} split, once empty documents and copies of "
+                f"corpus {config.label}: no text left for the {split} split, once empty documents and copies of "
                 "documents in other splits are removed; give more text"
             )
-    return Corpus(name, splits["train"], splits["valid"], splits["test"], _fingerprint(splits))
+    return Corpus(" + ".join(names), splits["train"], splits["valid"], splits["test"], _fingerprint(splits))
 
 
 def read_documents(config: CorpusConfig) -> list[Document]:
@@ -108,10 +130,11 @@ def read_documents(config: CorpusConfig) -> list[Document]:
 
     A source with splits of its own gives its test split. Raises: KeelError where there is no text.
     """
-    _, found = _read(config)
-    documents = _deduplicate({"test": found.get("test") or [one for part in found.values() for one in part]})["test"]
+    read = [found for _, found in map(_read, config.each())]
+    given = [{"test": found.get("test") or [one for part in found.values() for one in part]} for found in read]
+    documents = [document for kept in _deduplicate(given) for document in kept["test"]]
     if not documents:
-        raise KeelError(f"corpus {config.source} is empty: no document with text; give a corpus that has some")
+        raise KeelError(f"corpus {config.label} is empty: no document with text; give a corpus that has some")
     return documents
 
 
@@ -166,18 +189,17 @@ def _digest(document: Document) -> bytes:
         ) from error
 
 
-def _deduplicate(found: Splits) -> Splits:
-    """Drop blank documents and repeated texts; the test split keeps its copy first, then valid, then train."""
+def _deduplicate(found: Sequence[Splits]) -> list[Splits]:
+    """Drop blank documents and texts that occur twice, in any source; the test split keeps its copy first, then valid, then train."""
     seen: set[bytes] = set()
-    kept: Splits = {}
+    kept: list[Splits] = [{split: [] for split in reversed(SPLITS) if split in part} for part in found]
     for split in reversed(SPLITS):
-        for document in found.get(split, ()):
-            digest = _digest(document)
-            if digest not in seen and document.text.strip():
-                seen.add(digest)
-                kept.setdefault(split, []).append(document)
-        if split in found:
-            kept.setdefault(split, [])
+        for part, left in zip(found, kept, strict=True):
+            for document in part.get(split, ()):
+                digest = _digest(document)
+                if digest not in seen and document.text.strip():
+                    seen.add(digest)
+                    left[split].append(document)
     return kept
 
 

@@ -244,9 +244,9 @@ def _host_in_words(host: Mapping[str, Any]) -> str:
 def _data_in_words(data: Data) -> str:
     if data.task is not None:
         return f"{data.task.language}, {data.task.train_samples:,} strings"
-    assert data.corpus is not None and data.tokenizer is not None
+    assert data.tokenizer is not None
     pieces = data.tokenizer.pretrained or f"BPE of {data.tokenizer.bpe:,}"
-    return f"{data.corpus['source']}, {pieces}"
+    return f"{data.corpus_config().label}, {pieces}"
 
 
 def _phase_in_words(phase: Phase, *, is_text: bool) -> str:
