@@ -9,16 +9,19 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
+from pydantic import BaseModel
 
 from keel.data.corpora import data_root
 from keel.data.store import resolve_cache_dir
 from keel.errors import KeelError
+from keel.training.build import run_that_makes
 from keel.training.recipe import Recipe, Simulation, list_recipes, load_any, recipe_scales
 
 State = Literal["ok", "absent", "broken"]
@@ -67,7 +70,7 @@ def runnable() -> list[Runnable]:
     for name in list_recipes():
         for scale in recipe_scales(name):
             recipe = load_any(name, scale)
-            lacks = ", ".join(filter(None, (_lacks(source) for source in _sources(recipe))))
+            lacks = ", ".join(dict.fromkeys(filter(None, (_lacks(source) for source in _sources(recipe)))))
             found.append(
                 Runnable(
                     recipe=name,
@@ -81,13 +84,25 @@ def runnable() -> list[Runnable]:
 
 
 def _sources(recipe: Recipe | Simulation) -> list[str]:
-    """What text a recipe reads."""
+    """What texts, questions and trees a recipe reads, and the checkpoint that it begins with."""
     if isinstance(recipe, Simulation):
         return []
     given = [recipe.data.corpus, *recipe.passages().values()]
-    return [
-        str(source) for fields in given if fields is not None for source in fields.get("sources") or [fields["source"]]
-    ]
+    texts = [str(one) for fields in given if fields is not None for one in fields.get("sources") or [fields["source"]]]
+    checkpoint = recipe.host.get("checkpoint")
+    asked = _named([recipe.data.questions, recipe.trees, recipe.evaluation])
+    return [*texts, *asked, *([] if checkpoint is None else [f"checkpoint:{checkpoint}"])]
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Yield whatever is named ``data:…`` or ``hub:…`` anywhere in sections of a recipe."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, str) and value.startswith(("data:", "hub:")):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _named(part)
 
 
 def duration(minutes: float | None) -> str:
@@ -108,6 +123,9 @@ def _lacks(source: str) -> str:
             return "" if (data_root() / name).exists() else f"{name} under the data root"
         except KeelError:
             return f"a data root with {name}"
+    if kind == "checkpoint":
+        command = run_that_makes(name)
+        return "" if Path(name).exists() else f"the host of {command}" if command else f"the Hub's {name}"
     return "" if source == "stdlib" or Path(source).exists() else source
 
 

@@ -9,11 +9,15 @@ from keel.training import load_recipe
 
 
 def test_controls_and_baselines_have_no_stream_whose_worth_is_asked_about() -> None:
-    recipe = load_recipe("gtca/main", "small")
-    found = {arm: streams_of(recipe, arm) for arm in recipe.arms}
-    assert {arm for arm, streams in found.items() if streams} == {
-        "direct_joint", "gtca", "strict", "no_gate", "no_mask", "weak_trees", "stage_2",
-    }  # fmt: skip
+    with_streams = {
+        name: {arm for arm in recipe.arms if streams_of(recipe, arm)}
+        for name in ("main", "ablations")
+        for recipe in (load_recipe(f"gtca/{name}", "small"),)
+    }
+    assert with_streams == {
+        "main": {"direct_joint", "gtca", "strict"},
+        "ablations": {"gtca", "no_gate", "no_mask", "weak_trees", "stage_2", "no_stage1", "no_stage2"},
+    }
     dyck = load_recipe("s_former/dyck", "small")
     assert streams_of(dyck, "learned") == [] and streams_of(dyck, "fusion") == ["structural"]
     lengths = load_recipe("s_former/wikitext103_extrapolation", "small")

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from keel.errors import KeelError
 from keel.experiment import runner
 from keel.experiment.unit import Unit
+from keel.training import load_recipe
+from keel.training.build import load_data, run_that_makes
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, "0"), ("65536", "65536")])
@@ -33,3 +36,33 @@ def test_a_process_keeps_memory_unless_the_user_said_otherwise(
     runner._Pool(recipe, [Unit("rope", 0)], tmp_path, None, 2, display, lambda: None).run()
     assert [environment["MALLOC_MMAP_MAX_"] for environment in given] == [expected]
     assert given[0]["OMP_NUM_THREADS"] == str(max(1, runner._cores() // 2))
+
+
+def test_a_host_that_another_recipe_trains_is_asked_for_by_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("gtca/main", "small")
+    with pytest.raises(
+        KeelError,
+        match=r"host.checkpoint runs/gtca/host.small/\S+ is not there; .* from this folder: keel run gtca/host$",
+    ):
+        load_data(recipe)
+    assert run_that_makes("runs/a/b.paper/c/seed3/model") == "keel run a/b --scale paper"
+    assert run_that_makes("Qwen/Qwen2.5-7B") is run_that_makes("runs/mine") is None
+    host = Path(str(recipe.host["checkpoint"]))
+    host.mkdir(parents=True)
+    assert run_that_makes(str(host)) is None
+
+
+@pytest.mark.parametrize(("sizes", "jobs"), [((), 1), ((3,), 4), ((2, 2), 1)])
+def test_small_hosts_are_read_by_several_processes(
+    sizes: tuple[int, ...], jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_cores", lambda: 8)
+    monkeypatch.setattr(runner, "_SMALL_BYTES", 3)
+    for index, size in enumerate(sizes):
+        (tmp_path / f"model-{index}.safetensors").write_bytes(b"x" * size)
+    recipe = load_recipe("gtca/main", "small", [f"host.checkpoint={tmp_path}"])
+    assert runner._jobs(recipe, "cpu") == jobs
+    assert runner._jobs(load_recipe("gtca/host", "small"), "cpu") == 4

@@ -180,6 +180,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no adapters": ({"arms": {"gtca": {"adapters": None}}}, "a phase trains adapters, but the arm has none"),
     "no trees": ({"arms": {"gtca": {"trees": None}}}, "stream 'tree' reads trees, name their source"),
     "unknown trees": ({"arms": {"gtca": {"trees": {"source": "left"}}}}, "unknown 'left'"),
+    "a host with a stream": (
+        {"arms": {"gtca": {"save_host": True}}},
+        r"arms.gtca.save_host: only of a bare .* or streams",
+    ),
     "useless adapters": ({"arms": {"host": {"adapters": {}}}}, "no phase trains them"),
     "a parser from nothing": ({"trees": {"parsers": {"a": {}}}}, "parsers need a treebank"),
 }

@@ -114,7 +114,8 @@ def measure_syntax(subject: Subject) -> list[ItemMetric]:
         ItemMetric(
             name=name,
             unit="share of edges",
-            higher_is_better=None,
+            # What the controls give is held beside, not striven for.
+            higher_is_better=True if name.startswith("uuas@") else None,
             numerators=tuple(map(float, hits)),
             denominators=tuple(map(float, found.edges)),
         )

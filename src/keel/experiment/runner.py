@@ -41,6 +41,7 @@ from keel.training import Recipe, load_recipe
 from keel.training.build import load_data, matched_widths
 
 _MOST_JOBS = 4
+_SMALL_BYTES = 2**28  # of weights
 # Where the system's allocator reads these, large tensors' memory is kept for the next ones. Given back and taken anew, it costs a
 # fifth of a training step's processor time (logits of 8 x 512 tokens over 4,096 words) in pages that are zeroed.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -65,7 +66,7 @@ def run_experiment(
         out: a new or empty folder; with ``resume`` also one of an earlier call, whose finished units are kept.
         device: ``cpu``, ``cuda`` or None for the fastest there is.
         seeds: instead of the recipe's.
-        jobs: units at a time; None for one a core (at most 4) on a CPU and a host from scratch, else 1. On CPU each
+        jobs: units at a time; None for one a core (at most 4) on a CPU and a host from scratch or of less than 256 MiB, else 1. On CPU each
             unit gets an equal share of the cores as threads; the last bits of a result depend on that number.
         only: arms to run (with those whose weights they use); None for all.
     Raises: KeelError for a folder that holds another run, unknown arms, and whatever stops a unit.
@@ -334,7 +335,15 @@ def full_disk_in_one_line(out: Path) -> Iterator[None]:
 
 def _jobs(recipe: Recipe, device: str | None) -> int:
     on_gpu = device not in (None, "cpu") or (device is None and torch.cuda.is_available())
-    return 1 if on_gpu or "checkpoint" in recipe.host else min(_cores(), _MOST_JOBS)
+    return 1 if on_gpu or _is_large(recipe.host.get("checkpoint")) else min(_cores(), _MOST_JOBS)
+
+
+def _is_large(checkpoint: Any) -> bool:
+    """Whether a host is better read by one process at a time: it is not here to be weighed, or has many weights."""
+    if checkpoint is None:
+        return False
+    sizes = [path.stat().st_size for path in Path(str(checkpoint)).glob("*.safetensors")]
+    return not sizes or sum(sizes) > _SMALL_BYTES
 
 
 def _cores() -> int:

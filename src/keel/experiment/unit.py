@@ -4,6 +4,7 @@ OUT/recipe.yaml                     the resolved recipe
 OUT/plan.json                       a ``Plan``: what all units must agree on
 OUT/<arm>/seed<k>/training.json     ``keel.training.TrainingReport``
 OUT/<arm>/seed<k>/model/            finished weights with their tokenizer
+OUT/<arm>/seed<k>/host/             of an arm with ``save_host``: its host as an ordinary checkpoint
 OUT/<arm>/seed<k>/evaluation.json   what was measured, and with which settings; it is written last
 """
 
@@ -13,6 +14,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,6 +119,7 @@ def run_unit(
             progress=progress,
             keep={other.weights_after or "" for other in recipe.arms.values() if other.weights_of == unit.arm},
             questions=question_data(recipe, unit.arm, model, data.tokenizer, out),
+            save_host=arm.save_host,
         )
         del model
     if not is_measured(recipe, folder) and _is_first_process():
@@ -128,7 +131,11 @@ def run_unit(
 def evaluate_unit(
     recipe: Recipe, unit: Unit, out: Path, data: TokenCorpus | TaskData, *, device: str | None, progress: Progress
 ) -> None:
-    """Measure a unit whose weights are there and write ``evaluation.json``."""
+    """Measure a unit whose weights are there and write ``evaluation.json``; what is the same for all seeds is measured once."""
+    known = _measured_with_another_seed(recipe, unit, out)
+    if known is not None:
+        write_json(unit.folder(out) / "evaluation.json", {**known, "seed": unit.seed})
+        return
     lender = Unit(recipe.arms[unit.arm].weights_of or unit.arm, unit.seed)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
@@ -156,6 +163,14 @@ def evaluate_unit(
         **measure(subject, read_evaluation(recipe, unit.folder(out))).to_json(),
     }
     write_json(unit.folder(out) / "evaluation.json", content)
+
+
+def _measured_with_another_seed(recipe: Recipe, unit: Unit, out: Path) -> dict[str, Any] | None:
+    others = [Unit(unit.arm, seed).folder(out) for seed in recipe.seeds if seed != unit.seed]
+    if not recipe.is_same_for_all_seeds(unit.arm):
+        return None
+    measured = next((folder for folder in others if is_measured(recipe, folder)), None)
+    return None if measured is None else dict(json.loads((measured / "evaluation.json").read_text(encoding="utf-8")))
 
 
 def _with_own_streams(model: KeelForCausalLM, recipe: Recipe, unit: Unit) -> KeelForCausalLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -31,12 +32,33 @@ from keel.hosts import HostShape
 from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
 from keel.training.adapters import add_adapters
-from keel.training.sections import Recipe
+from keel.training.sections import DEFAULT_SCALE, Recipe
 from keel.training.shadow import add_shadow
+
+_OF_A_RUN = re.compile(r"runs/(.+)\.(\w+)/\w+/seed\d+/\w+/?")
+
+
+def run_that_makes(checkpoint: str) -> str | None:
+    """Return the command of the run that leaves a checkpoint there (``runs/RECIPE.SCALE/ARM/seed0/host``), where it is not there yet."""
+    found = _OF_A_RUN.fullmatch(checkpoint)
+    if found is None or Path(checkpoint).exists():
+        return None
+    return f"keel run {found[1]}" + ("" if found[2] == DEFAULT_SCALE else f" --scale {found[2]}")
 
 
 def load_data(recipe: Recipe) -> TokenCorpus | TaskData:
-    """Return what a recipe's arms learn: its text as tokens, or its task.  Raises: KeelError for bad text."""
+    """Return what a recipe's arms learn: its text as tokens, or its task.
+
+    Raises: KeelError for bad text, or a tokenizer or host that another recipe is to train and has not yet.
+    """
+    wanted = recipe.data.tokenizer
+    lent = {"host.checkpoint": recipe.host.get("checkpoint"), "data.tokenizer.pretrained": wanted and wanted.pretrained}
+    for where, checkpoint in lent.items():
+        command = None if checkpoint is None else run_that_makes(str(checkpoint))
+        if command is not None:
+            raise KeelError(
+                f"{where} {checkpoint} is not there; it is trained by another recipe, from this folder: {command}"
+            )
     task = recipe.data.task
     if task is None:
         return load_tokens(recipe)

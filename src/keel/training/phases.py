@@ -3,6 +3,7 @@
 FOLDER/checkpoints/0-train/checkpoint-100/    while it runs; removed when it is done
 FOLDER/logs/                                  TensorBoard
 FOLDER/model/                                 the finished model with its tokenizer
+FOLDER/host/                                  where asked for: the bare host as an ordinary checkpoint, and the tokenizer
 FOLDER/training.json                          a ``TrainingReport``; it is written last, so that its presence means done
 """
 
@@ -83,6 +84,7 @@ def train(
     progress: Progress | None = None,
     keep: Collection[str] = (),
     questions: QuestionData | None = None,
+    save_host: bool = False,
 ) -> TrainingReport:
     """Train ``model`` through ``phases`` and leave model and report in ``folder``.
 
@@ -96,6 +98,7 @@ def train(
         progress: called on the first process with what just happened.
         keep: phases whose model at their end is kept as well, as ``folder/after_PHASE``.
         questions: of phases that learn these.
+        save_host: also keep the host alone, as ``folder/host``, which transformers loads like any checkpoint.
     Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
     the text.
     """
@@ -134,6 +137,8 @@ def train(
     merge_adapters(model)
     with _saving(arm, seed):
         save_model(model, data.tokenizer, folder / "model")
+        if save_host:
+            save_model(model, data.tokenizer, folder / "host", bare=True)
         if _rank() == 0:
             write_json(folder / "training.json", dataclasses.asdict(report))
             shutil.rmtree(folder / "checkpoints", ignore_errors=not phases)
@@ -169,9 +174,10 @@ def read_training_report(folder: Path) -> TrainingReport | None:
         raise KeelError(f"{path}: not a training report ({error}); remove it to train this arm again") from error
 
 
-def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model with its tokenizer, whole or not at all; every process takes part, the first writes."""
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *, bare: bool = False) -> None:
+    """Write a model, or its ``bare`` host, with its tokenizer, whole or not at all; every process takes part, the first writes."""
     whole = _unsharded(model)
+    whole = whole.host if bare else whole
     if _rank() == 0:
         temporary = folder.with_name(f".writing-{folder.name}")
         for path in (temporary, folder):

@@ -102,6 +102,7 @@ class Arm(Section):
     ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
     whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
     are put into it, and into its weights when it is trained; its ``shadow`` stays beside it. ``trees`` are what its tree stream reads.
+    With ``save_host`` what it trained is also kept as an ordinary checkpoint, OUT/<arm>/seed<k>/host, for ``host.checkpoint`` of others.
     A ``control`` has a stream that reads what should not help (random trees): reports count it among the arms without one.
     """
 
@@ -119,6 +120,7 @@ class Arm(Section):
     phases: list[Phase] | None = None
     match_parameters_of: str | None = None
     control: bool = False
+    save_host: bool = False
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
         """Return the streams with their type spelled out, as ``KeelConfig`` stores them."""
@@ -285,6 +287,11 @@ class Recipe(Section):
         """Return the phases that ``arm`` trains with."""
         own = self.arms[arm].phases
         return self.phases if own is None else own
+
+    def is_same_for_all_seeds(self, arm: str) -> bool:
+        """Return whether nothing about ``arm`` is random: it is the checkpoint as it was loaded."""
+        own = self.arms[arm]
+        return "checkpoint" in self.host and not (own.streams or own.weights_of or own.host_of or self.phases_of(arm))
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
         """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""

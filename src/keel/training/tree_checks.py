@@ -12,6 +12,7 @@ def check_trees(recipe: Recipe) -> None:
     """Raise a KeelError that names the first such field."""
     for name in recipe.arms:
         _check_host_of(recipe, name)
+        _check_save_host(recipe, name)
         _check_adapters(recipe, name)
         _check_arm_trees(recipe, name)
         _check_phases(recipe, name)
@@ -37,6 +38,18 @@ def _check_host_of(recipe: Recipe, name: str) -> None:
         )
     if recipe.match_parameters:
         raise KeelError(f"{where}: a trained host keeps its width; set match_parameters to false")
+
+
+def _check_save_host(recipe: Recipe, name: str) -> None:
+    arm = recipe.arms[name]
+    if not arm.save_host:
+        return
+    beside = [field for field in ("streams", "positions", "shadow", "weights_of") if getattr(arm, field)]
+    if beside or recipe.data.masking is not None:
+        raise KeelError(
+            f"arms.{name}.save_host: only of a bare language model, whose host is all that it is; remove it"
+            + (f", or {beside[0]}" if beside else "")
+        )
 
 
 def _check_adapters(recipe: Recipe, name: str) -> None:
