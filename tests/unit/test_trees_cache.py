@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -14,14 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
+
+import tree_cases as cases  # found through the line above
+
+from keel.data.questions import Question, prompt_of
 from keel.errors import KeelError
 from keel.trees import BuildPlan, Chunks, Span, Tree, TreeCache, build, fixed_chunks, sources
 from keel.trees.build import BuildCounts, Builder
 from keel.trees.cache import Making, decode, encode
-from keel.trees.chunks import ARRAYS
+from keel.trees.chunks import ARRAYS, Scope
+from keel.trees.fields import FieldReader
 from keel.trees.lookup import open_lookup
 
 MAKING = Making(tokenizer="t", source="s", version="1", scope="prefix", max_chunks=64)
@@ -242,6 +250,84 @@ def test_prefix_chunks_are_kept_apart_and_texts_are_cut(tmp_path: Path) -> None:
         open_lookup(f"cache:{plan.cache}", "sentence")
     with pytest.raises(KeelError, match="at least one worker"):
         build([], plan, workers=0)
+
+
+@pytest.mark.parametrize("scope", ["sentence", "prefix"])
+def test_a_batch_is_parsed_in_one_call(scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    class Together(FlatSource):
+        def parse_all(self, texts: list[str]) -> list[list[Tree]]:
+            calls.append(texts)
+            return [self.parse(text) for text in texts]
+
+    monkeypatch.setitem(sources._KINDS, "flat", FlatSource)
+    alone = _plan(tmp_path, cache=tmp_path / "alone", scope=scope)
+    texts = [*TEXTS[:5], TEXTS[0], *TEXTS[5:8]]
+    assert build(texts, alone).parsed == 9
+    monkeypatch.setitem(sources._KINDS, "flat", Together)
+    plan = _plan(tmp_path, scope=scope)
+    assert build(texts, plan) == BuildCounts(parsed=9)
+    expected = [TEXTS[:8]] if scope == "sentence" else [[text[:2], text[:5], text] for text in texts]
+    assert calls == expected
+    first, second = (open_lookup(f"cache:{one.cache}", scope) for one in (alone, plan))
+    assert all(_same(second([i, i + 1, i + 2]), first([i, i + 1, i + 2]) or fixed_chunks(0, 2)) for i in range(8))
+    if scope == "sentence":  # one of the batch without a tree takes none from the others
+        calls.clear()
+        assert build(["w400 w401", "w402 ?", "w403"], plan) == BuildCounts(parsed=2, without=1, reason="no questions")
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("scope", ["sentence", "prefix"])
+def test_prompts_are_read_field_by_field(scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sources._KINDS, "made", lambda rest: cases.MadeUpSource())
+    backend = cases.tokenizer().backend_tokenizer.to_str()
+    question = Question(text="Which cats were asleep? None of them.", options=("all cats", "none"), answer=1)
+    prompt = prompt_of(question)
+    items: list[Any] = [prompt, *((prompt, one) for one in question.continuations())]
+    plan = BuildPlan(cache=tmp_path / "trees.sqlite", source="made:x", tokenizer=backend, scope=scope, start=0)
+    assert build(items, plan) == BuildCounts(parsed=3) and build(items, plan) == BuildCounts(known=3)
+    lookup = open_lookup(f"cache:{plan.cache}", scope)
+    reader = FieldReader(backend, 0, source=cases.MadeUpSource(), scope=scope)
+    for row in (reader.read(prompt), *(reader.read(prompt, one) for one in question.continuations())):
+        assert row.chunks is not None and len(row.chunks) > 10 and _same(lookup(row.ids), row.chunks)
+    with pytest.raises(KeelError, match="prompts are not cut off"):
+        replace(plan, max_tokens=5)
+
+
+BUILDER = """
+import itertools, sys
+from pathlib import Path
+from keel.trees import BuildPlan, build
+
+if __name__ == "__main__":
+    plan = BuildPlan(cache=Path(sys.argv[1]), source="branching:right", tokenizer=Path(sys.argv[2]).read_text())
+    build((f"The {n} cats were asleep." for n in itertools.count()), plan, workers=2, progress=lambda _: print("on", flush=True))
+"""
+
+
+@pytest.mark.parametrize("how", ["kill -9", "Ctrl-C"])
+def test_workers_end_with_the_process_that_asked(how: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").write_text(cases.tokenizer().backend_tokenizer.to_str())
+    script = tmp_path / "builder.py"
+    script.write_text(BUILDER)
+    words = [sys.executable, str(script), str(tmp_path / "trees.sqlite"), str(tmp_path / "tokenizer")]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "on\n"
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert len(workers) >= 2
+        if how == "kill -9":
+            parent.kill()
+        else:  # a terminal sends it to all of them
+            os.killpg(parent.pid, signal.SIGINT)
+        said = parent.communicate(timeout=60)[1]
+        _, left = psutil.wait_procs(workers, timeout=30)
+        assert not left
+        assert "SpawnProcess" not in said and (how == "kill -9" or said.strip().endswith("KeyboardInterrupt"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_several_workers_build_the_same(tmp_path: Path) -> None:

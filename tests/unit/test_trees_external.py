@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
 
@@ -122,9 +125,70 @@ def test_a_tree_of_other_words_is_refused() -> None:
     assert placed(as_nltk(_word("NN", "a")), [(0, 1)]) is None
 
 
+class _Ray:
+    """What ``made_by_ray`` calls of Ray, in this process: on a machine with a cluster, or without one."""
+
+    def __init__(self, running: bool) -> None:
+        self.running, self.joined, self.workers = running, "", 0
+
+    def is_initialized(self) -> bool:
+        return bool(self.joined)
+
+    def init(self, address: str, **options: Any) -> None:
+        if address == "auto" and not self.running:
+            raise ConnectionError("Could not find any running Ray instance")
+        if address == "auto" and {"num_cpus", "include_dashboard"} & set(options):
+            raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
+        self.joined = address
+
+    def shutdown(self) -> None:
+        self.joined = ""
+
+    # ray.data
+    DataContext = SimpleNamespace(get_current=lambda: SimpleNamespace())
+    ActorPoolStrategy = staticmethod(lambda size: size)
+
+    def from_items(self, items: list[Any], override_num_blocks: int) -> Any:
+        assert self.joined and 0 < override_num_blocks <= len(items)
+        self.items = items
+        return self
+
+    def map_batches(self, kind: Any, fn_constructor_args: Any, batch_size: int, compute: int) -> Any:
+        self.workers, self.actor = compute, kind(*pickle.loads(pickle.dumps(fn_constructor_args)))
+        return self
+
+    def iter_batches(self, batch_size: int, batch_format: str) -> Any:
+        for begin in range(0, len(self.items), batch_size):
+            part = self.items[begin : begin + batch_size]
+            yield self.actor({name: np.array([item[name] for item in part]) for name in part[0]})
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_what_ray_is_asked(running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = _Ray(running)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # the worker is this process
+    tokenizer = cases.tokenizer().backend_tokenizer.to_str()
+    caches = {name: tmp_path / f"{name}.sqlite" for name in ("local", "ray")}
+    items: list[Any] = [("Question: Who has answered?\nAnswer:", f" Number {n}.") for n in range(70)]
+    plans = {
+        name: BuildPlan(cache=path, source="branching:right", tokenizer=tokenizer, start=0)
+        for name, path in caches.items()
+    }
+    build(items, plans["local"])
+    build(items[:9], plans["ray"])
+    found = build(items, plans["ray"], workers=3, engine="ray")
+    assert (found.parsed, found.known, found.without) == (61, 9, 0) and ray.workers == 3 and not ray.joined
+    mine, theirs = (
+        TreeCache(path)._connection().execute("SELECT * FROM chunks").fetchall() for path in caches.values()
+    )
+    assert sorted(mine) == sorted(theirs)
+
+
 @pytest.mark.skipif("KEEL_SLOW_TESTS" not in os.environ, reason="starts a Ray of two workers; set KEEL_SLOW_TESTS=1")
 def test_a_corpus_through_ray(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="the extra keel[ray] is not installed")
     tokenizer = cases.tokenizer().backend_tokenizer.to_str()
     texts = [f"The old man number {n} has answered. Nobody else did." for n in range(150)]
     caches = {name: tmp_path / f"{name}.sqlite" for name in ("local", "ray")}

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from keel.errors import KeelError
 from keel.trees.brackets import optional
 
 if TYPE_CHECKING:
-    from keel.trees.build import BuildCounts, Builder, BuildPlan
+    from keel.trees.build import BuildCounts, Builder, BuildPlan, Text
 
 _BATCH = 64  # texts that a worker gets at a time
 _ROUND = 16_384  # texts that are with Ray at a time, however long the corpus is
@@ -29,28 +30,25 @@ class RayWorker:
     def __init__(self, plan: BuildPlan) -> None:
         from keel.trees.build import Builder
 
+        torch.set_num_threads(1)  # actors are as many as there are processors for them
         self.builder = Builder(plan, with_cache=False)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return for each of the texts its key and value, or why it has none."""
-        made = [self._made(str(text)) for text in batch["text"]]
-        columns = zip(*made, strict=True)
+        pairs = zip(map(str, batch["text"]), map(str, batch["behind"]), strict=True)
+        plain = self.builder.reader is None
+        columns = zip(*self.builder.made([text if plain else (text, behind) for text, behind in pairs]), strict=True)
         return {
             name: np.array(column, dtype=object) for name, column in zip(("key", "value", "why"), columns, strict=True)
         }
 
-    def _made(self, text: str) -> tuple[bytes, bytes, str]:
-        counts, rows = self.builder.add([text])
-        key, value = rows[0] if rows else (b"", b"")
-        return key, value, counts.reason
 
-
-def made_by_ray(builder: Builder, texts: Iterator[list[str]], workers: int) -> Iterator[Made]:
+def made_by_ray(builder: Builder, texts: Iterator[list[Text]], workers: int) -> Iterator[Made]:
     """Yield counts and rows, batch by batch, as ``keel.trees.build`` writes them.
 
     Args:
         texts: batches.
-        workers: actors; where no Ray is running, one is started on this machine with as many processors.
+        workers: actors; where no cluster is running, one is started on this machine with as many processors.
     Raises: KeelError without the package ray.
     """
     ray = optional("ray", "ray", "ray")
@@ -59,7 +57,7 @@ def made_by_ray(builder: Builder, texts: Iterator[list[str]], workers: int) -> I
         raise KeelError(f"building trees takes at least one worker, got {workers}")
     started = not ray.is_initialized()
     if started:
-        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+        _connect(ray, workers)
     data.DataContext.get_current().enable_progress_bars = False
     try:
         for known, unknown in _rounds(builder, texts):
@@ -72,11 +70,19 @@ def made_by_ray(builder: Builder, texts: Iterator[list[str]], workers: int) -> I
             ray.shutdown()
 
 
-def _rounds(builder: Builder, texts: Iterator[list[str]]) -> Iterator[tuple[BuildCounts, list[str]]]:
+def _connect(ray: Any, workers: int) -> None:
+    """Join the cluster that is running (RAY_ADDRESS, or ``ray start`` on this machine); where there is none, start one."""
+    try:
+        ray.init(address="auto", log_to_driver=False)  # how many processors it has is not ours to say
+    except ConnectionError:
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
+
+
+def _rounds(builder: Builder, texts: Iterator[list[Text]]) -> Iterator[tuple[BuildCounts, list[Text]]]:
     """Yield how many texts were known and those that were not, up to a round of these."""
     from keel.trees.build import BuildCounts
 
-    waiting: list[str] = []
+    waiting: list[Text] = []
     known = 0
     for batch in texts:
         missing = [text for text in batch if not builder.knows(text)]
@@ -88,15 +94,17 @@ def _rounds(builder: Builder, texts: Iterator[list[str]]) -> Iterator[tuple[Buil
     yield BuildCounts(known=known), waiting
 
 
-def _parsed(data: Any, plan: BuildPlan, texts: list[str], workers: int) -> Iterator[Made]:
+def _parsed(data: Any, plan: BuildPlan, texts: list[Text], workers: int) -> Iterator[Made]:
     from keel.trees.build import BuildCounts
 
     blocks = min(len(texts), max(workers, -(-len(texts) // _BATCH)))
-    dataset = data.from_items([{"text": text} for text in texts], override_num_blocks=blocks).map_batches(
+    pairs = [(text, "") if isinstance(text, str) else text for text in texts]
+    items = [{"text": text, "behind": behind} for text, behind in pairs]
+    dataset = data.from_items(items, override_num_blocks=blocks).map_batches(
         RayWorker, fn_constructor_args=(plan,), batch_size=_BATCH, compute=data.ActorPoolStrategy(size=workers)
     )
     for batch in dataset.iter_batches(batch_size=_BATCH, batch_format="numpy"):
-        rows = [(bytes(k), bytes(v)) for k, v in zip(batch["key"], batch["value"], strict=True) if k]
+        rows = [(bytes(k), bytes(v)) for k, v in zip(batch["key"], batch["value"], strict=True) if v]
         reasons = [str(why) for why in batch["why"] if why]
         counts = BuildCounts(parsed=len(rows), without=len(reasons), reason=reasons[0] if reasons else "")
         yield counts, rows

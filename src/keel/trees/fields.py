@@ -25,7 +25,7 @@ from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, pre
 from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
 from keel.trees.chunks import Chunks, Scope, collate, joined
 from keel.trees.sources import TreeSource
-from keel.trees.tree import Tree
+from keel.trees.together import ParsedTogether, beginnings
 
 _LABELS = {
     "Instruction:": "instruction",
@@ -71,6 +71,11 @@ def read_fields(text: str) -> list[Field]:
             fields.append(Field(begin, at + len(line), at, kind in _PARSED, kind in _UPDATED))
         at += len(line)
     return fields
+
+
+def parsed_parts(text: str) -> list[str]:
+    """Return the characters of those fields that are parsed."""
+    return [text[field.start : field.end] for field in read_fields(text) if field.parsed]
 
 
 def could_be_label(line: str) -> bool:
@@ -234,29 +239,13 @@ class FieldReader:
         if self.scope == "sentence":
             return sentence_chunks(self.source.parse(text), spans, self.max_chunks)
         # One token more, which stands for whatever follows: to it the field is complete.
-        source = _ParsedTogether(self.source, text, spans)
+        source = ParsedTogether(self.source, beginnings(text, spans))
         last, nodes_at = len(spans.end) - 1, parsed_prefixes(source, text, spans)
 
         def until(t: int) -> list[Nodes]:
             return nodes_at(min(t, last))
 
         return prefix_chunks(last + 2, until, self.max_chunks)
-
-
-class _ParsedTogether:
-    """A source that parses all beginnings of a text that are going to be asked for in one call, where it can do many texts."""
-
-    def __init__(self, source: TreeSource, text: str, spans: TokenSpans) -> None:
-        self.name, self.version, self.source = source.name, source.version, source
-        parse_all = getattr(source, "parse_all", None)
-        ends = sorted({int(end) for end in spans.end})
-        texts = [text[:end] for end in ends if text[:end].strip()]
-        self.known: dict[str, list[Tree]] = {} if parse_all is None else dict(zip(texts, parse_all(texts), strict=True))
-
-    def parse(self, text: str) -> list[Tree]:
-        """See ``TreeSource.parse``."""
-        found = self.known.get(text)
-        return self.source.parse(text) if found is None else found
 
 
 def reader_of(tokenizer: object, **options: object) -> FieldReader:

@@ -46,10 +46,13 @@ class ParserSource:
             for begin, end in sentence_places(text)
             for part in self._cut(text, begin, end)
         ]
-        found = self.parser.parse([[word for word, _ in part] for _, part in sentences]) if sentences else []
+        # The beginnings of a text, which strict causality parses one by one, have all but their last sentence in common.
+        rows = [tuple(word for word, _ in part) for _, part in sentences]
+        different = list(dict.fromkeys(rows))
+        found = dict(zip(different, self.parser.parse(different) if different else (), strict=True))
         trees: list[list[Tree]] = [[] for _ in texts]
-        for (number, part), (constituents, tags) in zip(sentences, found, strict=True):
-            trees[number].append(tree_of([place for _, place in part], constituents, tags))
+        for (number, part), row in zip(sentences, rows, strict=True):
+            trees[number].append(tree_of([place for _, place in part], *found[row]))
         return trees
 
     def _cut(self, text: str, begin: int, end: int) -> Iterator[list[tuple[str, Place]]]:
