@@ -463,6 +463,13 @@ def build_trees(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longer rows are cut off there.", show_default="no limit")
     ] = None,
+    prompts: Annotated[
+        bool,
+        typer.Option(
+            "--prompts",
+            help='FILE has a JSON object a line, {"prompt": "…", "options": ["…"]}; parsed field by field, alone and with each option.',
+        ),
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes that parse.")] = 1,
     engine: Annotated[
         Engine, typer.Option(help="local: processes of this machine; ray: Ray Data, also on many machines.")
@@ -471,12 +478,15 @@ def build_trees(
     """Parse a corpus into a cache of trees. Stopped and started again, it goes on where it was.
 
     Example:  keel trees build text.txt --source keel:parser.safetensors --tokenizer Qwen/Qwen2.5-0.5B --workers 2
+
+    Example:  keel trees build asked.jsonl --prompts --source keel:parser.safetensors --tokenizer Qwen/Qwen2.5-0.5B
     """
     from keel import parsing
 
     options: dict[str, Any] = {
         "scope": scope.value,
         "max_tokens": max_tokens,
+        "prompts": prompts,
         "workers": workers,
         "engine": engine.value,
     }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from keel.data import load_tokenizer
 from keel.errors import KeelError
 from keel.trees.brackets import read_brackets
-from keel.trees.build import BuildCounts, BuildPlan, Engine, build
+from keel.trees.build import BuildCounts, BuildPlan, Engine, Text, build
 from keel.trees.chunks import Scope
 from keel.trees.evalb import Constituent, score
+from keel.trees.fields import start_of
 from keel.trees.parser import SpanParser, save_parser
 from keel.trees.parser_training import TrainingConfig, to_example, train_parser
 
@@ -79,19 +81,45 @@ def build_cache(
     tokenizer: str,
     scope: Scope = "sentence",
     max_tokens: int | None = None,
+    prompts: bool = False,
     workers: int = 1,
     engine: Engine = "local",
     progress: Callable[[BuildCounts], object] | None = None,
 ) -> BuildCounts:
     """Parse every line of a text file into a cache; see ``keel.trees.build``.
 
+    Args: prompts: the lines are JSON objects {"prompt": ..., "options": [...]}, read field by field: a row each of the prompt alone and
+        of the prompt with each of its options, if there are any, behind it. They begin as rows of our evaluations do.
     Raises: KeelError for a corpus, tokenizer, source or cache that cannot be used.
     """
     if not corpus.is_file():
         raise KeelError(f"{corpus} is no file; give a text file (UTF-8, .gz or plain) with one row of the model a line")
-    backend = load_tokenizer(tokenizer).backend_tokenizer.to_str()
-    plan = BuildPlan(cache=cache, source=source, tokenizer=backend, scope=scope, max_tokens=max_tokens)
-    return build(_lines(corpus), plan, workers, progress, engine)
+    loaded = load_tokenizer(tokenizer)
+    backend = loaded.backend_tokenizer.to_str()
+    start = start_of(loaded) if prompts else None
+    plan = BuildPlan(cache=cache, source=source, tokenizer=backend, scope=scope, max_tokens=max_tokens, start=start)
+    texts: Iterable[Text] = _prompts(corpus) if prompts else _lines(corpus)
+    return build(texts, plan, workers, progress, engine)
+
+
+def _prompts(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every prompt with nothing, and with each of its options, behind it."""
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            row = json.loads(line)
+            prompt, options = row["prompt"], row.get("options", [])
+            fits = (
+                isinstance(prompt, str) and isinstance(options, list) and all(isinstance(one, str) for one in options)
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            fits = False
+        if not fits:
+            raise KeelError(
+                f"{path}, row {number}: not a prompt; expected a JSON object a line, "
+                '{"prompt": "Question: …\\nAnswer:", "options": [" yes", " no"]}'
+            )
+        yield prompt, ""
+        yield from ((prompt, option) for option in options)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import keel
 from keel import cli, parsing
 from keel.data import Corpus, Document, train_bpe
 from keel.errors import KeelError
+from keel.trees import open_source
+from keel.trees.fields import reader_of
+from keel.trees.lookup import open_lookup
 from keel.trees.parser_training import TrainingConfig
 
 pytest.importorskip("nltk", reason="the extra keel[trees] is not installed")
@@ -72,11 +76,20 @@ def test_from_a_treebank_to_a_stream_that_reads_the_cache(
     )
     model = keel.attach(host.eval(), keel.TreeStream(lookup=f"cache:{cache}", init="paper", coefficient=5.0))
     with torch.no_grad():
-        for line, known in ((lines[0], True), ("the dog met the king.", False)):
-            ids = torch.tensor([tokenizer(line)["input_ids"]])
-            with model.disable_streams():
-                bare = model(ids).logits
-            assert torch.equal(model(ids).logits, bare) is not known
+        ids = torch.tensor([tokenizer(lines[0])["input_ids"]])
+        with model.disable_streams():
+            bare = model(ids).logits
+        assert not torch.equal(model(ids).logits, bare)
+        model.generate(ids, max_new_tokens=3, do_sample=False)  # what follows a text is in no cache, and need not be
+        other = torch.tensor([tokenizer("the dog met the king.")["input_ids"]])
+        build = (
+            f"has none for {other.shape[1]} tokens .* keel trees build TEXT --source keel:{parser} .* --out {cache}$"
+        )
+        for rows in (other, torch.cat([ids, other.repeat(1, 9)[:, : ids.shape[1]]])):
+            with pytest.raises(KeelError, match=r"trees\.sqlite has none for"):
+                model(rows)
+        with pytest.raises(KeelError, match=build):
+            model(other)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +117,36 @@ def test_the_scores_of_a_parser(treebank: Path, tmp_path: Path) -> None:
         f"parser.{name}" for name in ("f1", "precision", "recall", "exact", "tag_accuracy", "sentences_per_second")
     }
     assert 0 <= scores["parser.f1"] < 60 and scores["parser.sentences_per_second"] > 0
+
+
+def test_prompts_of_questions_are_built_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = [Document(name="a", text="Question: Who saw the dog?\nAnswer: the king the cat " * 9)]
+    tokenizer = train_bpe(Corpus(name="a", train=documents, valid=[], test=[], fingerprint="x"), 300)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": "Question: Who saw the dog?\nAnswer:", "options": [" the king", " the cat"]}, {"prompt": "Who?"}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "--prompts",
+        "--source",
+        "branching:right",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--out",
+        tmp_path / "trees.sqlite",
+    ]
+    code, said, _ = _keel(capsys, "trees", "build", tmp_path / "asked.jsonl", *command)
+    assert code == 0 and "4 parsed, 0 there already, 0 without a tree" in said
+    reader, lookup = (
+        reader_of(tokenizer, source=open_source("branching:right")),
+        open_lookup(f"cache:{tmp_path / 'trees.sqlite'}", "sentence"),
+    )
+    row = reader.read(rows[0]["prompt"], " the cat")
+    found = lookup(row.ids)
+    assert found is not None and row.chunks is not None and found.left.tolist() == row.chunks.left.tolist()
+    assert "--prompts --source branching:right" in lookup.missing([1, 2])  # type: ignore[attr-defined]
+    for wrong in ("no json", '["a"]', '{"options": []}', '{"prompt": "a", "options": "b"}'):
+        (tmp_path / "wrong.jsonl").write_text(f'{{"prompt": "a"}}\n{wrong}\n')
+        code, _, told = _keel(capsys, "trees", "build", tmp_path / "wrong.jsonl", *command)
+        assert code == 2 and "row 2: not a prompt; expected" in " ".join(told.split())

@@ -166,8 +166,8 @@ class TreeStream(Stream):
     def open(self, inputs: PassInputs, state: State) -> TreeFlow:
         """Build the chunk memory of the pass (Eqs. 1 to 3), or take up the one in the cache.
 
-        Raises: KeelError for trees of another scope, or for trees after a past that was read without any; ShapeError for trees of
-        another batch or host.
+        Raises: KeelError for trees of another scope, trees after a past that was read without any, or a text that a cache of
+        trees does not have; ShapeError for trees of another batch or host.
         """
         flow = TreeFlow(inputs)
         has_trees = inputs.trees is not None or self.config.lookup is not None
@@ -187,7 +187,7 @@ class TreeStream(Stream):
         if inputs.document_starts_BT is not None or inputs.num_past:
             starts_BS = torch.where(rows["marks"] == 2, index_BS, 0)
             flow.document_BT = starts_BS.cummax(1).values[:, -length:]
-        trees = self._found(rows) if inputs.trees is None and has_trees else inputs.trees
+        trees = self._found(rows, length) if inputs.trees is None and has_trees else inputs.trees
         if trees is not None:
             self._check(trees, inputs)
             flow.memory = self._memory(trees, rows["embeddings"], attended_BS)
@@ -211,8 +211,12 @@ class TreeStream(Stream):
             rows["ids"] = inputs.input_ids_BT
         return rows
 
-    def _found(self, rows: State) -> dict[str, Tensor] | None:
-        """Look every document of the rows up by its ids; None where none of them is known."""
+    def _found(self, rows: State, length: int) -> dict[str, Tensor] | None:
+        """Look every document of the rows up by its ids; None where none of them is known.
+
+        Args: length: of this pass; a document that begins in it is a text and not what was generated behind one.
+        Raises: KeelError for a text that the lookup should know and does not.
+        """
         if torch.compiler.is_compiling():
             raise KeelError("trees cannot be looked up inside a compiled model; give trees=")
         assert self.config.lookup is not None
@@ -222,11 +226,15 @@ class TreeStream(Stream):
         for ids, marks in zip(rows["ids"].tolist(), rows["marks"].tolist(), strict=True):
             attended = [(token, mark) for token, mark in zip(ids, marks, strict=True) if mark]
             begins = [0, *(i for i, (_, mark) in enumerate(attended) if mark == 2 and i), len(attended)]
+            num_past = sum(mark > 0 for mark in marks[: len(marks) - length])
             parts = []
             for begin, end in itertools.pairwise(begins):
-                chunks = self._lookup([token for token, _ in attended[begin:end]])
+                document = [token for token, _ in attended[begin:end]]
+                chunks = self._lookup(document)
                 if chunks is not None:
                     parts.append(chunks.shifted(begin))
+                elif document and begin >= num_past and hasattr(self._lookup, "missing"):
+                    raise KeelError(self._lookup.missing(document))
             found.append(joined(parts, self.config.tree_scope))
         if not any(map(len, found)):
             return None

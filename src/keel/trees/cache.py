@@ -32,6 +32,7 @@ from keel.trees.lookup import LOOKUPS, Lookup
 
 logger = logging.getLogger(__name__)
 
+FIELDS_OF = "fields of "  # before the source's name, where prompts were read field by field
 _FORMAT = 1
 _KEY_BYTES, _CHECK_BYTES = 16, 8
 _WAIT_SECONDS = 60.0
@@ -195,8 +196,29 @@ def _hash(*parts: bytes, size: int) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=size).digest()
 
 
-def _open_cache(path: str, scope: Scope) -> Lookup:
+class CacheLookup:
     """The lookup ``cache:FILE``: what one making of the wanted scope has kept there."""
+
+    def __init__(self, cache: TreeCache, making: Making) -> None:
+        self.cache, self.making = cache, making
+
+    def __call__(self, ids: Sequence[int]) -> Chunks | None:
+        """See ``keel.trees.lookup.Lookup``."""
+        return self.cache.get(self.making, ids)
+
+    def missing(self, ids: Sequence[int]) -> str:
+        """Say that there is no row of these tokens, and which command makes it."""
+        source, of_prompts = self.making.source.removeprefix(FIELDS_OF), self.making.source.startswith(FIELDS_OF)
+        scope = "" if self.making.scope == "sentence" else f" --scope {self.making.scope}"
+        shown = ", ".join(map(str, list(ids)[:6])) + (", …" if len(ids) > 6 else "")
+        what = "PROMPTS.jsonl --prompts" if of_prompts else "TEXT"
+        return (
+            f"the cache of trees {self.cache.path} has none for {len(ids)} tokens ({shown}); build it: keel trees build {what} "
+            f"--source {source} --tokenizer TOKENIZER{scope} --out {self.cache.path}"
+        )
+
+
+def _open_cache(path: str, scope: Scope) -> Lookup:
     cache = TreeCache(path, read_only=True)
     fitting = [making for making in cache.makings() if making.scope == scope]
     if len(fitting) != 1:
@@ -204,7 +226,7 @@ def _open_cache(path: str, scope: Scope) -> Lookup:
             f"lookup cache:{path}: {len(fitting)} ways of making trees of scope {scope!r} are in this file; expected one, so that it is "
             "certain which is meant: build each into a file of its own"
         )
-    return lambda ids: cache.get(fitting[0], ids)
+    return CacheLookup(cache, fitting[0])
 
 
 LOOKUPS["cache"] = _open_cache

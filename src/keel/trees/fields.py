@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
-from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
+from keel.trees.cache import FIELDS_OF, Making, TreeCache, encode, tokenizer_fingerprint
 from keel.trees.chunks import Chunks, Scope, collate, joined
 from keel.trees.sources import TreeSource
 from keel.trees.together import ParsedTogether, beginnings
@@ -156,7 +156,7 @@ class FieldReader:
         self.tokenizer, self.start = Tokenizer.from_str(tokenizer), start
         self.source, self.scope, self.max_chunks, self.cache, self.masked = source, scope, max_chunks, cache, masked
         self._known: dict[bytes, Chunks] = {}
-        name, version = ("", "") if source is None else (f"fields of {source.name}", source.version)
+        name, version = ("", "") if source is None else (f"{FIELDS_OF}{source.name}", source.version)
         self.making = Making(
             tokenizer=tokenizer_fingerprint(tokenizer), source=name, version=version, scope=scope, max_chunks=max_chunks
         )
@@ -251,15 +251,22 @@ class FieldReader:
 def reader_of(tokenizer: object, **options: object) -> FieldReader:
     """Return the reader for a fast tokenizer of transformers; ``options`` are those of ``FieldReader``.
 
-    Rows begin with its token for the beginning of a text, or the one that ends texts.
+    Raises: KeelError for a tokenizer without a token to begin with, see ``start_of``.
+    """
+    make: Callable[..., FieldReader] = FieldReader
+    return make(tokenizer.backend_tokenizer.to_str(), start_of(tokenizer), **options)  # type: ignore[attr-defined]
+
+
+def start_of(tokenizer: object) -> int:
+    """Return the id that rows begin with: a tokenizer's token for the beginning of a text, or the one that ends texts.
+
     Raises: KeelError for a tokenizer that has neither.
     """
     start = getattr(tokenizer, "bos_token_id", None)
     start = getattr(tokenizer, "eos_token_id", None) if start is None else start
     if start is None:
         raise KeelError("the tokenizer has neither a bos_token nor an eos_token to begin a row with; set one")
-    make: Callable[..., FieldReader] = FieldReader
-    return make(tokenizer.backend_tokenizer.to_str(), int(start), **options)  # type: ignore[attr-defined]
+    return int(start)
 
 
 def _token_bounds(fields: list[Field], spans: TokenSpans) -> list[tuple[int, int]]:

@@ -13,6 +13,9 @@ from keel.trees.chunks import Chunks, Scope, fixed_chunks
 Lookup = Callable[[Sequence[int]], Chunks | None]
 """Token ids of a row or document from its beginning, without padding -> its chunks, None where it has none.
 
+A lookup with a method ``missing(ids) -> str`` has to know every text that is begun: where it does not, that line is the error. It may
+have nothing for what goes on behind a text, as in generation.
+
 Under strict causality (scope ``prefix``) more ids may add chunks and say until when older ones are seen, no more.
 """
 
