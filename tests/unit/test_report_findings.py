@@ -340,6 +340,8 @@ def test_reproduction_tells_single_orderings_and_values_apart() -> None:
         ("gate.saturation@layer2", "gate saturation at layer 2"),
         ("lambada.ppl@512", "LAMBADA perplexity at 512 tokens"),
         ("pg19.ppl", "PG-19 perplexity"),
+        ("uuas@layer3", "UUAS of the structural probe at layer 3"),
+        ("cola.mcc", "CoLA Matthews' correlation"),
         ("growth@40960", "growth of perplexity at 40,960 tokens"),
         ("x.y@noise0.25", "x y at noise 0.25"),
         ("noise.ratio@0.4", "perplexity under noise / clean at σ 0.4"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,9 +120,26 @@ def test_code_has_trees(language: str, text: str) -> None:
     assert source.parse("(((") or source.parse("{{{")
 
 
-@pytest.mark.parametrize("name", ["", "bracketed", "bracketed:", "treesitter:cobol", "benepar_en:3"])
+def test_any_grammar_that_is_installed_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tree_sitter", reason="the extra keel[trees] is not installed")
+    json_grammar = pytest.importorskip("tree_sitter_json", reason="the extra keel[trees] is not installed")
+    for name, maker in (("mine", "language"), ("two_dialects", "language_two_dialects"), ("empty", "other")):
+        package = SimpleNamespace(**{maker: json_grammar.language})
+        monkeypatch.setitem(sys.modules, f"tree_sitter_{name}", package)
+    for name in ("mine", "two_dialects"):
+        source = open_source(f"treesitter:{name}")
+        assert source.parse("[1]")[0].spans[0].label == "document" and "unknown version" in source.version
+    message = r"treesitter:cobol: needs the package tree-sitter-cobol, .* pip install tree-sitter-cobol, .*valid: .*json"
+    with pytest.raises(KeelError, match=message):
+        open_source("treesitter:cobol")
+    for name in ("empty", "no-language"):
+        with pytest.raises(KeelError, match=f"the package tree-sitter-{name} has no grammar"):
+            open_source(f"treesitter:{name}")
+
+
+@pytest.mark.parametrize("name", ["", "bracketed", "bracketed:", "benepar_en:3"])
 def test_an_unknown_source_names_the_known_ones(name: str) -> None:
-    with pytest.raises(KeelError, match=r"bracketed:…|python"):
+    with pytest.raises(KeelError, match="bracketed:…"):
         open_source(name)
 
 

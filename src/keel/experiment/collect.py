@@ -198,6 +198,8 @@ def _curves(recipe: Recipe, arm: str, reports: Mapping[int, TrainingReport | Non
         label, shown = "validation KL divergence from P* (nats)", _as_it_is
     else:
         what = f"at {recipe.train_window(arm)} tokens" if task is None else "of targets"
+        if [*recipe.phases, *recipe.phases_of(arm)][-1].learns == "questions":
+            what = "of the right answers"
         what = what if recipe.data.masking is None else f"of masked tokens {what}"
         label, shown = f"validation perplexity {what}", _exp
     values = [[shown(points.get(seed, {}).get(tokens)) for seed in reports] for tokens in x]

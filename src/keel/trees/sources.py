@@ -7,7 +7,10 @@ A source is named in one word, as in a recipe: ``bracketed:FILE``, ``treesitter:
 from __future__ import annotations
 
 import hashlib
+import importlib
+import pkgutil
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +20,6 @@ from keel.trees.branching import BranchingSource
 from keel.trees.external import BeneparSource, StanzaSource
 from keel.trees.trained import ParserSource
 from keel.trees.tree import Span, Tree
-
-LANGUAGES = ("json", "python")
 
 
 class TreeSource(Protocol):
@@ -93,18 +94,27 @@ def _places(words: list[str], text: str) -> list[tuple[int, int]]:
 
 
 class TreeSitterSource:
-    """Concrete syntax trees of code and JSON, through the maintained tree-sitter packages; every text has one, also a broken one.
+    """Concrete syntax trees of code and data, through the maintained tree-sitter packages; every text has one, also a broken one.
 
-    Leaves are the tokens of the language, brackets and commas too. Raises: KeelError without the packages.
+    Leaves are the tokens of the language, brackets and commas too.
+
+    Args: language: ``python`` for the package tree-sitter-python, ``c_sharp`` for tree-sitter-c-sharp: any that is installed.
+    Raises: KeelError without the package of the language, or for one of another making.
     """
 
     def __init__(self, language: str) -> None:
-        if language not in LANGUAGES:
-            raise KeelError(f"treesitter:{language}: no such language here; {suggest(language, LANGUAGES)}")
         self.name = f"treesitter:{language}"
-        core, grammar = optional("tree_sitter", "tree-sitter"), f"tree_sitter_{language}"
-        known = core.Language(optional(grammar, grammar.replace("_", "-")).language())
-        self.version = f"abi {known.abi_version}, {_installed('tree-sitter')}, {_installed(grammar.replace('_', '-'))}"
+        core, package = optional("tree_sitter", "tree-sitter"), f"tree-sitter-{language.replace('_', '-')}"
+        grammar = _grammar(language, package)
+        # A package of several dialects has a function for each: tree_sitter_typescript.language_typescript.
+        make = getattr(grammar, "language", None) or getattr(grammar, f"language_{language}", None)
+        try:
+            known = core.Language(make())  # type: ignore[misc]
+        except (TypeError, ValueError) as error:
+            raise KeelError(
+                f"{self.name}: the package {package} has no grammar that this tree-sitter reads ({error}); install versions that fit"
+            ) from error
+        self.version = f"abi {known.abi_version}, {_installed('tree-sitter')}, {_installed(package)}"
         self._parser = core.Parser(known)
 
     def parse(self, text: str) -> list[Tree]:
@@ -127,10 +137,26 @@ class TreeSitterSource:
                 return [Tree(tuple(spans))] if text.strip() else []
 
 
-def _installed(package: str) -> str:
-    from importlib.metadata import version
+def _grammar(language: str, package: str) -> Any:
+    """Import the package of a language.  Raises: KeelError that names it, and those that are here."""
+    module, here = f"tree_sitter_{language}", [name for _, name, _ in pkgutil.iter_modules()]
+    try:
+        return importlib.import_module(module) if language.isidentifier() else None
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        known = [name.removeprefix("tree_sitter_") for name in here if name.startswith("tree_sitter_")]
+        raise KeelError(
+            f"treesitter:{language}: needs the package {package}, which is not installed; pip install {package}, or choose: "
+            + suggest(language, known)
+        ) from error
 
-    return f"{package} {version(package)}"
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:  # a module that nobody installed: one of the user's own
+        return f"{package} of unknown version"
 
 
 def _character_of_byte(text: str, raw: bytes) -> range | list[int]:
