@@ -24,6 +24,7 @@ SMALL = ["--size", "toy", "--rounds", "2", "--threads", "1"]
         ("recurrence", [], {"torch.nn.GRU", "gru", "diagonal gru", "scan"}, "recurrence"),
         ("logdet", [], {"rank", "chunks", "at once"}, "logdet"),
         ("tree_memory", [], {"prefix sums", "loop"}, "tree_memory"),
+        ("tree_cache", [], {"build", "memory MiB", "look-ups"}, "tree_cache"),
         ("tree_step", [], {"host", "tree"}, "tree_step"),
         (
             "evaluation",

@@ -129,7 +129,9 @@ def test_any_grammar_that_is_installed_is_a_source(tmp_path: Path, monkeypatch: 
     for name in ("mine", "two_dialects"):
         source = open_source(f"treesitter:{name}")
         assert source.parse("[1]")[0].spans[0].label == "document" and "unknown version" in source.version
-    message = r"treesitter:cobol: needs the package tree-sitter-cobol, .* pip install tree-sitter-cobol, .*valid: .*json"
+    message = (
+        r"treesitter:cobol: needs the package tree-sitter-cobol, .* pip install tree-sitter-cobol, .*valid: .*json"
+    )
     with pytest.raises(KeelError, match=message):
         open_source("treesitter:cobol")
     for name in ("empty", "no-language"):
