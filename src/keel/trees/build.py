@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -194,18 +195,19 @@ def build(
         raise KeelError(f"building trees takes at least one worker, got {workers}")
     builder, total = Builder(plan), BuildCounts()
     made = _results(builder, texts, workers) if engine == "local" else made_by_ray(builder, _batched(texts), workers)
-    for counts, rows in made:
-        if rows and builder.cache is not None:
-            builder.cache.put(builder.making, rows)
-        total = total.plus(counts)
-        if progress is not None:
-            progress(total)
+    with closing(made):
+        for counts, rows in made:
+            if rows and builder.cache is not None:
+                builder.cache.put(builder.making, rows)
+            total = total.plus(counts)
+            if progress is not None:
+                progress(total)
     return total
 
 
 def _results(
     builder: Builder, texts: Iterable[Text], workers: int
-) -> Iterator[tuple[BuildCounts, list[tuple[bytes, bytes]]]]:
+) -> Generator[tuple[BuildCounts, list[tuple[bytes, bytes]]], None, None]:
     batches = _batched(texts)
     if workers == 1:
         yield from map(builder.add, batches)
@@ -222,12 +224,13 @@ def _results(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        pool.shutdown()
     except BrokenProcessPool as error:
         raise KeelError(
             "a process that parses was killed; was there too little memory? start again with fewer workers, it goes on where it was"
         ) from error
     finally:
-        held.close()  # whatever is being parsed still is not waited for
+        held.close()  # what is still being parsed, on Ctrl-C or an error, is not waited for
         pool.shutdown(cancel_futures=True)
         ends.close()
 

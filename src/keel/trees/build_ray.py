@@ -6,7 +6,7 @@ at the same path on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class RayWorker:
         }
 
 
-def made_by_ray(builder: Builder, texts: Iterator[list[Text]], workers: int) -> Iterator[Made]:
+def made_by_ray(builder: Builder, texts: Iterator[list[Text]], workers: int) -> Generator[Made, None, None]:
     """Yield counts and rows, batch by batch, as ``keel.trees.build`` writes them.
 
     Args:
