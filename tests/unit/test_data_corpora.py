@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from keel.data import Corpus, CorpusConfig, Document, load_corpus
 from keel.data.corpora import read_documents
-from keel.data.sources import join_wikitext
+from keel.data.sources import join_wikitext, unwrap_lines
 from keel.errors import KeelError
 
 TEXTS = [f"Text number {index}.\nIts second line, naïve – 字 🙂 {index * index}.\n" for index in range(40)]
@@ -259,7 +261,8 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[tuple[str, str | None]] = []
 
-    def load_dataset(path: str, name: str | None = None) -> datasets.DatasetDict:
+    def load_dataset(path: str, name: str | None = None, streaming: bool = False) -> datasets.DatasetDict:
+        assert not streaming, "everything is asked for"
         asked.append((path, name))
         if path == "someone/missing":
             raise FileNotFoundError("Dataset 'someone/missing' doesn't exist on the Hub\nmore")
@@ -285,6 +288,73 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         load("hub:someone/parts")
     with pytest.raises(KeelError, match=r"no field 'txt'; .*did you mean 'text'"):
         load("hub:someone/stories", text_field="txt")
+
+
+def test_of_a_hub_corpus_no_more_is_fetched_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    fetched: list[int] = []
+
+    def endless() -> Iterator[dict[str, str]]:
+        for index in itertools.count():
+            fetched.append(index)
+            yield {"text": f"{index:>10}" + "ä" * 45}
+
+    def load_dataset(path: str, name: str | None = None, streaming: bool = False) -> Any:
+        assert streaming
+        found = {"train": datasets.IterableDataset.from_generator(endless)}
+        if path == "someone/split":
+            found["test"] = datasets.Dataset.from_dict({"text": TEXTS[:3]}).to_iterable_dataset()
+        return datasets.IterableDatasetDict(found)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    corpus = load("hub:someone/endless", max_bytes=9_000, valid_fraction=0.05, test_fraction=0.05)
+    assert len(fetched) < 110, "a hundred texts of 100 bytes, and what is read ahead"
+    assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (90, 5, 5)
+    assert [one.text for one in load("hub:someone/split", max_bytes=500).test] == TEXTS[:3]
+    with pytest.raises(KeelError, match="no field 'txt'"):
+        load("hub:someone/endless", max_bytes=500, text_field="txt")
+
+
+def test_a_connection_that_breaks_while_rows_come_in_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"text": "one"}
+        raise ConnectionError("reset by peer")
+
+    found = datasets.IterableDatasetDict({"train": datasets.IterableDataset.from_generator(broken)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *about, **more: found)
+    with pytest.raises(KeelError, match="hub:someone/broken cannot be loaded"):
+        load("hub:someone/broken", max_bytes=500)
+
+
+def test_lines_that_were_broken_for_want_of_room_are_joined(tmp_path: Path) -> None:
+    wrapped = """\
+   The story of the
+   town begins with
+   a bridge.
+   Fact one 1
+   Fact two 2
+
+   A second
+   one.
+"""
+    paragraphs = """\
+   The story of the town begins with a bridge.
+   Fact one 1
+   Fact two 2
+
+   A second
+   one.
+"""
+    assert unwrap_lines(wrapped, 20) == paragraphs
+    assert unwrap_lines(paragraphs, 60) == paragraphs and unwrap_lines("", 20) == ""
+    texts = [wrapped.replace("town", f"town{index}") for index in range(5)]
+    path = write(tmp_path / "a.jsonl", jsonl(texts))
+    assert not any("begins with a" in text for part in texts_of(load(path)).values() for text in part)
+    assert all("begins with a bridge" in text for part in texts_of(load(path, unwrap=20)).values() for text in part)
+    assert load(path).fingerprint != load(path, unwrap=20).fingerprint
 
 
 def test_wikitext_lines_are_joined_without_loss() -> None:
@@ -372,6 +442,7 @@ def test_split_that_only_repeats_is_refused(tmp_path: Path) -> None:
         ({"valid_fraction": 0.0}, "valid_fraction 0.0 and test_fraction 0.05 must each be above 0"),
         ({"valid_fraction": 0.5, "test_fraction": 0.5}, "together below 1"),
         ({"max_bytes": 0}, "max_bytes is 0, expected at least 1"),
+        ({"unwrap": 3}, "unwrap is 3, expected the width of the lines"),
         ({"encoding": "utf-9"}, "unknown encoding 'utf-9'"),
     ],
 )

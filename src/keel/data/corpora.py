@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.data.sources import SPLITS, Document, Reader, Splits, read_hub, read_stdlib
+from keel.data.sources import SPLITS, Document, Reader, Splits, read_hub, read_stdlib, unwrap_lines
 from keel.errors import KeelError, suggest
 
 
@@ -28,6 +29,8 @@ class CorpusConfig:
         test_fraction: the same for testing.
         seed: chooses which documents these are.
         max_bytes: most UTF-8 bytes of training text; validation and test text stay whole, so that results compare.
+        unwrap: characters at which the source broke its lines, at least 20: they are joined again (``unwrap_lines``), so that
+            a line is a paragraph. None leaves the text as it is.
     """
 
     source: str = ""
@@ -38,6 +41,7 @@ class CorpusConfig:
     test_fraction: float = 0.05
     seed: int = 0
     max_bytes: int | None = None
+    unwrap: int | None = None
 
     def __post_init__(self) -> None:
         """Check ranges. Raises: KeelError."""
@@ -54,6 +58,10 @@ class CorpusConfig:
             )
         if self.max_bytes is not None and self.max_bytes < 1:
             raise KeelError(f"max_bytes is {self.max_bytes}, expected at least 1; leave it out to read everything")
+        if self.unwrap is not None and self.unwrap < 20:
+            raise KeelError(
+                f"unwrap is {self.unwrap}, expected the width of the lines, at least 20; leave it out to keep them"
+            )
         try:
             codecs.lookup(self.encoding)
         except LookupError as error:
@@ -164,12 +172,22 @@ def split_fingerprint(documents: Iterable[Document]) -> str:
 
 
 def _read(config: CorpusConfig) -> tuple[str, Splits]:
+    name, found = _read_source(config)
+    if config.unwrap is not None:
+        found = {
+            split: [Document(one.name, unwrap_lines(one.text, config.unwrap)) for one in documents]
+            for split, documents in found.items()
+        }
+    return name, found
+
+
+def _read_source(config: CorpusConfig) -> tuple[str, Splits]:
     reader = Reader(config.text_field, config.encoding)
     kind, _, rest = config.source.partition(":")
     if config.source == "stdlib":
         return "stdlib", {"train": read_stdlib()}
     if kind == "hub":
-        return rest, read_hub(rest, config.text_field)
+        return rest, read_hub(rest, config.text_field, _bytes_to_fetch(config))
     if kind == "data":
         root = data_root()
         if not rest or not (root / rest).exists():
@@ -178,6 +196,13 @@ def _read(config: CorpusConfig) -> tuple[str, Splits]:
         return rest, reader.read_path(root / rest)
     path = Path(config.source).expanduser()
     return path.resolve().name, reader.read_path(path)
+
+
+def _bytes_to_fetch(config: CorpusConfig) -> int | None:
+    """Return how much text to read so that ``max_bytes`` are left to train on when other splits have been taken from it."""
+    if config.max_bytes is None:
+        return None
+    return math.ceil(config.max_bytes / (1 - config.valid_fraction - config.test_fraction))
 
 
 def _digest(document: Document) -> bytes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,33 +165,68 @@ def find_splits(folder: Path) -> dict[str, list[Path]]:
     return entries if "train" in entries and len(entries) > 1 else {}
 
 
-def read_hub(name: str, text_field: str) -> Splits:
+def read_hub(name: str, text_field: str, most_bytes: int | None = None) -> Splits:
     """Read ``dataset`` or ``dataset:config`` from the Hugging Face Hub, a document a row.
 
     WikiText has a line a row: its rows are joined to whole articles.
+
+    Args:
+        most_bytes: UTF-8 bytes of training text after which no more of it is fetched: its first rows, and a corpus of terabytes costs what
+            is read of it. The other splits are read whole. None for everything, which is downloaded first.
     Raises: KeelError where the dataset cannot be had, has no split of a known name, or lacks ``text_field``.
     """
     import datasets
 
     path, _, config = name.partition(":")
-    try:
-        found = datasets.load_dataset(path, config or None)
-    except Exception as error:
-        raise KeelError(
-            f"hub:{name} cannot be loaded ({_first_line(error)}); check the name and the connection"
-        ) from error
     splits: Splits = {}
-    for split, rows in found.items():
-        kind = _HUB_SPLITS.get(str(split))
-        if kind:
-            check_field(text_field, rows.column_names, f"hub:{name}")
-            documents = rows_to_documents(rows[text_field], str(split))
-            splits[kind] = join_wikitext(documents) if path.endswith("wikitext") else documents
+    with _hub_errors(name):
+        found = datasets.load_dataset(path, config or None, streaming=most_bytes is not None)
+        for split, rows in found.items():
+            kind = _HUB_SPLITS.get(str(split))
+            if kind:
+                wanted = most_bytes if kind == "train" else None
+                values = _up_to(_values(rows, text_field, f"hub:{name}"), wanted)
+                documents = rows_to_documents(values, str(split))
+                splits[kind] = join_wikitext(documents) if path.endswith("wikitext") else documents
     if not splits:
         raise KeelError(
             f"hub:{name} has no split {', '.join(SPLITS)} (found: {', '.join(map(str, found))}); choose another configuration"
         )
     return splits
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Tell in one line what fails while a dataset is loaded or, streamed, while its rows come in."""
+    try:
+        yield
+    except KeelError:
+        raise
+    except Exception as error:  # the library raises what its many backends do
+        raise KeelError(
+            f"hub:{name} cannot be loaded ({_first_line(error)}); check the name and the connection"
+        ) from error
+
+
+def _values(rows: Any, field: str, where: str) -> Iterator[Any]:
+    """Yield one column of a dataset, which need not know its columns before it is read."""
+    if rows.column_names is not None:
+        check_field(field, rows.column_names, where)
+        rows = rows.select_columns([field])
+    for number, row in enumerate(rows):
+        if not number:
+            check_field(field, row, where)
+        yield row[field]
+
+
+def _up_to(values: Iterable[Any], most_bytes: int | None) -> Iterator[Any]:
+    """Yield values until their texts have ``most_bytes``; the one that reaches it is the last."""
+    left = math.inf if most_bytes is None else most_bytes
+    for value in values:
+        yield value
+        left -= len(value.encode()) if isinstance(value, str) else 0
+        if left <= 0:
+            return
 
 
 def join_wikitext(lines: Iterable[Document]) -> list[Document]:
@@ -200,6 +237,24 @@ def join_wikitext(lines: Iterable[Document]) -> list[Document]:
             articles.append((line.name, []))
         articles[-1][1].append(line.text)
     return [Document(name, "".join(text)) for name, text in articles]
+
+
+def unwrap_lines(text: str, width: int) -> str:
+    """Join the lines that were broken at ``width`` characters, with one space and without the second's indent.
+
+    A line is joined to the one before where its first word would have made that one longer than ``width``: it was broken there for want of
+    room. One that would have fitted (a heading, a row of a table, the end of a paragraph) was ended on purpose and stays.
+    """
+    joined: list[str] = []
+    before = 0  # length of the printed line before this one
+    for line in text.split("\n"):
+        first = line.split(maxsplit=1)[:1]
+        if before and first and before + 1 + len(first[0]) > width:
+            joined[-1] += " " + line.lstrip()
+        else:
+            joined.append(line)
+        before = len(line.rstrip())
+    return "\n".join(joined)
 
 
 def read_stdlib() -> list[Document]:
