@@ -91,6 +91,32 @@ def test_missing_and_damaged_tasks(glue: str) -> None:
         load_glue("stsb", glue)
 
 
+def test_tasks_and_questions_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(path: str, name: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((path, name, split))
+        if path == "someone/squad":
+            answers = {"text": ["cat"], "answer_start": [2]}
+            return [{"id": split, "title": "t", "context": "a cat", "question": "?", "answers": answers}]
+        if name == "sst2":
+            return [{"sentence": f"good {split}", "label": 1, "idx": 0}]
+        return [{"sentence1": split, "sentence2": "b", "label": 2.5}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    sst2, stsb = (load_glue(name, "hub:someone/glue") for name in ("sst2", "stsb"))
+    assert asked == [("someone/glue", name, split) for name in ("sst2", "stsb") for split in ("train", "validation")]
+    assert sst2.train == (TextPair(first="good train", label=1),) and not sst2.numeric
+    assert stsb.dev == (TextPair(first="validation", second="b", label=2.5),) and stsb.numeric
+    questions = load_squad("hub:someone/squad")
+    assert [(one.ident, one.answers, one.start) for one in questions] == [
+        ("train", ("cat",), 2),
+        ("validation", ("cat",), 2),
+    ]
+
+
 def test_pairs_become_rows_that_fit() -> None:
     tokenizer = tokenizer_of()
     pair, alone = TextPair(first="the cat sat on the mat", second="a dog", label=1), TextPair(first="good", label=0)

@@ -16,6 +16,7 @@ from keel.errors import KeelError, ShapeError
 from keel.probes.positions import (
     Moments,
     boundary_ids,
+    divide_documents,
     position_targets,
     probe_positions,
     products,
@@ -107,17 +108,41 @@ def documents(count: int = 40, tokens: int = 24) -> Tensor:
     return ids
 
 
+def r2_of(values: tuple[np.ndarray, np.ndarray]) -> float:
+    explained_N, spread_N = values
+    return float(explained_N.sum() / spread_N.sum())
+
+
 @pytest.mark.parametrize("ends", [None, (18, 19)])
 def test_states_that_are_known_are_read_as_they_are(ends: tuple[int, int] | None) -> None:
     found = probe_positions(Known(small_config()), documents(), {STOP}, ends=ends, seeds=3)
     assert found.documents == (26, 6, 8) and sum(found.documents) == 40
-    values = found.metrics()
-    assert {len(each) for each in values.values()} == {3}
-    assert min(values["probe.token_r2@layer0"]) > 0.99 and min(values["probe.token_r2.ap@layer0"]) > 0.99
-    assert max(values["probe.token_r2.sem@layer0"]) < 0.1 and max(values["probe.token_r2@layer1"]) < 0.05
+    values = {name: r2_of(each) for name, each in found.metrics().items()}
+    assert values["probe.token_r2@layer0"] > 0.99 and values["probe.token_r2.ap@layer0"] > 0.99
+    assert values["probe.token_r2.sem@layer0"] < 0.1 and values["probe.token_r2@layer1"] < 0.05
     segment, without = (values[f"probe.segment_r2.{stream}@layer0"] for stream in ("ap", "sem"))
-    assert min(segment) > 0.3 > 0.1 > max(without), "the number of a segment grows with the place"
-    assert min(values["probe.progress_r2.sem@layer0"]) > 0.2 > 0.1 > max(values["probe.progress_r2.ap@layer0"])
+    assert segment > 0.3 > 0.1 > without, "the number of a segment grows with the place"
+    assert values["probe.progress_r2.sem@layer0"] > 0.2 > 0.1 > values["probe.progress_r2.ap@layer0"]
+
+
+def test_documents_add_up_to_the_mean_r2_of_the_divisions() -> None:
+    """Beside states kept whole and divided by hand: what each document contributes gives the mean of three ordinary R²."""
+    torch.manual_seed(0)
+    model, ids, seeds = DstgModel(small_config()).eval(), documents(30, 16), 3
+    found = probe_positions(model, ids, {STOP}, seeds=seeds)
+    with torch.inference_mode():
+        states = model(ids, output_hidden_states=True).hidden_states[2].double().numpy()[..., 8:]
+    targets = np.stack([position_targets(ids_T, {STOP}) for ids_T in ids])
+    expected = np.zeros((seeds, 3))
+    for seed in range(seeds):
+        parts = divide_documents(30, seed)
+        whole = [(states[parts == part].reshape(-1, 4), targets[parts == part].reshape(-1, 3)) for part in range(3)]
+        expected[seed] = reference_ridge_r2(*whole)
+    for index, target in enumerate(("token", "segment", "progress")):
+        explained_N, spread_N = found.r2[target, 1, "ap"]
+        np.testing.assert_allclose(explained_N.sum() / spread_N.sum(), expected[:, index].mean(), rtol=0, atol=1e-6)
+    tested = np.array([divide_documents(30, seed) == 2 for seed in range(seeds)]).any(axis=0)
+    assert 0 < tested.sum() < 30 and np.array_equal(spread_N > 0, tested), "only documents that are tested on count"
 
 
 def test_every_layer_target_and_stream_has_a_metric() -> None:
@@ -126,14 +151,25 @@ def test_every_layer_target_and_stream_has_a_metric() -> None:
         model = DstgForMaskedLM(small_config(position))
         values = probe_positions(model, ids, {STOP}, ends=(18, 19), seeds=2).metrics()
         assert set(values) == {
-            f"probe.{target}_r2{stream}@layer{layer}"
+            f"probe.{target}_r2{stream}{where}"
             for target in ("token", "segment", "progress")
             for stream in streams
-            for layer in (0, 1)
+            for where in ("", "@layer0", "@layer1")
         }
+        assert values["probe.token_r2"] is values["probe.token_r2@layer0"], (
+            "of two blocks the last but one is the first"
+        )
         assert model.training, "the probe leaves the mode as it was"
         again = probe_positions(model, ids, {STOP}, ends=(18, 19), seeds=2).metrics()
-        assert values == again
+        assert all(np.array_equal(values[name], again[name]) for name in values)
+
+
+def test_a_target_without_variance_is_not_a_number() -> None:
+    ids = torch.randint(2, 18, (12, 16))  # no token ends a segment
+    values = probe_positions(DstgModel(small_config("rope")), ids, {STOP}, seeds=2).metrics()
+    assert values["probe.segment_r2@layer0"][1].sum() == 0 and values["probe.token_r2@layer0"][
+        1
+    ].sum() == pytest.approx(2)
 
 
 def test_an_untrained_table_of_positions_is_read_from_the_first_layer() -> None:
@@ -144,7 +180,7 @@ def test_an_untrained_table_of_positions_is_read_from_the_first_layer() -> None:
     with torch.no_grad():
         model.embed_positions.weight[:, 0] = torch.arange(40) / 4
     found = probe_positions(model, documents(60, 16), {STOP}, seeds=2).metrics()
-    assert min(found["probe.token_r2@layer0"]) > 0.9
+    assert r2_of(found["probe.token_r2@layer0"]) > 0.9
 
 
 def test_too_few_documents_are_refused() -> None:

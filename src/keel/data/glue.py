@@ -1,4 +1,5 @@
-"""Tasks of GLUE from local files in the shapes in which they are passed around; what of the development split is in training goes.
+"""Tasks of GLUE from the Hub, or from local files in the shapes in which they are passed around; what of the development split is in training
+goes.
 
 Below one folder: ``SST-2/{train,dev}.tsv``, ``MRPC/msr_paraphrase_train.txt`` and ``MRPC/glue_dev.jsonl``, ``RTE/rte*_{dev,test}.xml``
 and ``RTE/glue_dev.jsonl``, ``STS-B/stsb-en-{train,dev}.csv``; each also as ``.gz``.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keel.data.conllu import data_path, read_text
+from keel.data.rows import read_rows
 from keel.errors import KeelError, suggest
 
 
@@ -44,14 +46,15 @@ def load_glue(name: str, source: str) -> GlueTask:
     """Read one of ``GLUE_TASKS``.
 
     Args:
-        source: the folder of the tasks, ``data:NAME`` or a path.
-    Raises: KeelError for an unknown task, a missing file, or one in another shape.
+        source: the folder of the tasks, ``data:NAME`` or a path; or ``hub:DATASET``, which has a configuration a task with the splits
+            ``train`` and ``validation`` (``hub:nyu-mll/glue``).
+    Raises: KeelError for an unknown task, a missing file or dataset, or one in another shape.
     """
     if name not in GLUE_TASKS:
         raise KeelError(f"no GLUE task {name!r}; {suggest(name, GLUE_TASKS)}")
     folder, read = GLUE_TASKS[name]
     try:
-        train, dev = read(data_path(source) / folder)
+        train, dev = _hub(source, name) if source.startswith("hub:") else read(data_path(source) / folder)
     except (KeyError, ValueError, IndexError, xml.etree.ElementTree.ParseError) as error:
         raise KeelError(
             f"GLUE task {name!r} in {source}: a file has another shape than expected ({error!r})"
@@ -70,6 +73,19 @@ def _key(pair: TextPair) -> tuple[str, str]:
 
 
 Examples = tuple[list[TextPair], list[TextPair]]
+
+
+def _hub(source: str, name: str) -> Examples:
+    def read(split: str) -> list[TextPair]:
+        rows = read_rows(f"{source}:{name}:{split}")
+        return [
+            TextPair(
+                first=row.get("sentence", row.get("sentence1")), second=row.get("sentence2"), label=float(row["label"])
+            )
+            for row in rows
+        ]
+
+    return read("train"), read("validation")
 
 
 def _sst2(folder: Path) -> Examples:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from keel.data.conllu import data_path, read_text
+from keel.data.rows import read_rows
 from keel.errors import KeelError
 
 
@@ -26,25 +27,36 @@ class Question:
 
 
 def load_squad(source: str) -> list[Question]:
-    """Read every question of a file or of the JSON files of a folder, each question once.
+    """Read every question of a file, of the JSON files of a folder or of a dataset of the Hub, each question once.
 
     Official JSON (``data`` → ``paragraphs`` → ``qas``), or JSON lines with ``id``, ``title``, ``context``, ``question`` and ``answers``
     (``{"text": […]}``). Questions without an answer are left out; an answer without its place is looked for in the paragraph.
 
     Raises: KeelError for a missing or damaged file, or an answer that is not in its paragraph.
     """
-    path = data_path(source)
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if ".json" in file.name)
     found: dict[str, Question] = {}
-    for file in files:
+    for where, questions in _sources(source):
         try:
-            for question in _questions(read_text(file)):
+            for question in questions:
                 found.setdefault(question.ident, question)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise KeelError(f"{file}: not questions in a shape of SQuAD ({error!r})") from error
+            raise KeelError(f"{where}: not questions in a shape of SQuAD ({error!r})") from error
     if not found:
-        raise KeelError(f"{path}: no questions; give SQuAD's JSON, or JSON lines")
+        raise KeelError(f"{source}: no questions; give SQuAD's JSON, or JSON lines")
     return list(found.values())
+
+
+def _sources(source: str) -> Iterator[tuple[str, Iterator[Question]]]:
+    """Yield the files of a source, or the splits of a dataset, with their questions."""
+    if source.startswith("hub:"):
+        for split in ("train", "validation"):
+            name = f"{source}::{split}"
+            yield name, (question for row in read_rows(name) for question in _of_row(row))
+        return
+    path = data_path(source)
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if ".json" in file.name)
+    for file in files:
+        yield str(file), _questions(read_text(file))
 
 
 def _questions(text: str) -> Iterator[Question]:
@@ -60,10 +72,13 @@ def _questions(text: str) -> Iterator[Question]:
         return
     for line in text.split("\n"):
         if line.strip():
-            row = json.loads(line)
-            places = row["answers"].get("answer_start") or [-1] * len(row["answers"]["text"])
-            answers = list(zip(row["answers"]["text"], places, strict=True))
-            yield from _question(row["id"], row["title"], row["context"], row["question"], answers)
+            yield from _of_row(json.loads(line))
+
+
+def _of_row(row: Mapping[str, Any]) -> Iterator[Question]:
+    places = row["answers"].get("answer_start") or [-1] * len(row["answers"]["text"])
+    answers = list(zip(row["answers"]["text"], places, strict=True))
+    yield from _question(row["id"], row["title"], row["context"], row["question"], answers)
 
 
 def _question(

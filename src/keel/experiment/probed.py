@@ -141,7 +141,16 @@ def measure_position_probe(subject: Subject) -> list[ItemMetric]:
     ends = (int(tokenizer.cls_token_id), int(tokenizer.sep_token_id))
     rows_NT = _rows(subject, wanted.length, wanted.documents)
     found = probe_positions(subject.model, rows_NT, boundary_ids(tokenizer), ends=ends, seeds=wanted.divisions)
-    metrics = [mean(name, each, unit="R²", higher_is_better=True) for name, each in found.metrics().items()]
+    metrics = [
+        ItemMetric(
+            name=name,
+            unit="R²",
+            higher_is_better=True,
+            numerators=tuple(explained_N.tolist()),
+            denominators=tuple(spread_N.tolist()),
+        )
+        for name, (explained_N, spread_N) in found.metrics().items()
+    ]
     table = subject.model.encoder.embed_positions
     if table is not None:
         shares = table_metrics(table.weight).items()

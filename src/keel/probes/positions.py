@@ -1,8 +1,8 @@
 """Where positions are kept: linear probes of the hidden states by layer, and the shape of a learned position table (DSTG §4, §5).
 
 A ridge regression reads from the state of one token where that token stands: its place in the document, the number of its segment,
-and how far it is through its segment. The states are never kept: a probe needs the sums of their products alone, [1 + D + K] squared,
-and those of a stream are a part of those of the whole state.
+and how far it is through its segment. The states are never kept: to be fitted, a probe needs the sums of their products alone, [1 + D + K]
+squared, and those of a stream are a part of those of the whole state.
 
 Shapes: N documents, T tokens, D channels of the state, K targets, P rows of a position table.
 """
@@ -10,7 +10,7 @@ Shapes: N documents, T tokens, D channels of the state, K targets, P rows of a p
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +92,25 @@ def products(states_TD: Array, targets_TK: Array) -> Array:
 
 
 def ridge_r2(fit: Moments, tune: Moments, test: Moments, channels: slice = slice(None)) -> Array:
-    """Return R² on ``test`` of a ridge regression for each target, [K], at most 1; NaN where a target does not vary.
+    """Return R² on ``test`` of ``ridge`` for each target, [K], at most 1; NaN where a target does not vary.
+
+    Reference twin: ``reference_ridge_r2``.
+    """
+    return _r2(ridge(fit, tune, channels), test, channels)
+
+
+def ridge(fit: Moments, tune: Moments, channels: slice = slice(None)) -> tuple[Array, Array]:
+    """Return weights [D, K] and intercepts [K] of a ridge regression for each target.
 
     Channels are divided by their standard deviation over ``fit``. The penalty is the one of ``ALPHAS`` with the best R² on ``tune``, for
-    each target; then the regression is made anew on both. Reference twin: ``reference_ridge_r2``.
+    each target; then the regression is made anew on both.
     """
     scores_AK = np.array([_r2(_solve(fit, channels, alpha), tune, channels) for alpha in ALPHAS])
-    best_K = np.argmax(np.nan_to_num(scores_AK, nan=-math.inf), axis=0)
+    best_K = np.argmax(np.nan_to_num(scores_AK, nan=-math.inf), axis=0).tolist()
     both = fit + tune
-    solved = {alpha: _r2(_solve(both, channels, ALPHAS[alpha]), test, channels) for alpha in set(best_K.tolist())}
-    return np.array([solved[alpha][target] for target, alpha in enumerate(best_K.tolist())])
+    solved = {alpha: _solve(both, channels, ALPHAS[alpha]) for alpha in set(best_K)}
+    weight_DK = np.stack([solved[alpha][0][:, target] for target, alpha in enumerate(best_K)], axis=1)
+    return weight_DK, np.array([solved[alpha][1][target] for target, alpha in enumerate(best_K)])
 
 
 def _solve(moments: Moments, channels: slice, alpha: float) -> tuple[Array, Array]:
@@ -153,22 +162,33 @@ def reference_ridge_r2(fit: tuple[Array, Array], tune: tuple[Array, Array], test
 
 @dataclass(frozen=True, kw_only=True)
 class PositionProbe:
-    """R² of every probe, a value a seed.
+    """R² of every probe, document by document, so that the documents can be drawn anew for an interval.
 
     Attributes:
-        r2: (target, layer, stream) -> a value for each seed; stream "" is the whole state, "ap" and "sem" its parts.
+        r2: (target, layer, stream) -> what the probe explains of each document's squares and what there is to explain, [N] each. Over all
+            documents their ratio is the mean over the divisions of R² on the documents to test. Both are 0 for a document that is never
+            tested on. Stream "" is the whole state, "ap" and "sem" its parts.
+        blocks: of the encoder.
         documents: how many were used to fit, to choose the penalty, and to test.
     """
 
-    r2: Mapping[tuple[str, int, str], tuple[float, ...]]
+    r2: Mapping[tuple[str, int, str], tuple[Array, Array]]
+    blocks: int
     documents: tuple[int, int, int]
 
-    def metrics(self) -> dict[str, tuple[float, ...]]:
-        """Return the values by metric name: ``probe.token_r2@layer3``, ``probe.token_r2.ap@layer3``."""
-        return {
-            f"probe.{target}_r2{'.' + stream if stream else ''}@layer{layer}": values
-            for (target, layer, stream), values in self.r2.items()
-        }
+    def metrics(self) -> dict[str, tuple[Array, Array]]:
+        """Return the values by metric name: ``probe.token_r2@layer3``, ``probe.token_r2.ap@layer3``.
+
+        ``probe.token_r2`` without a layer is of the last block but one. Where the head reads the semantic stream alone, that is the last whose
+        position stream anything is trained on (Tables 2 to 4 end there).
+        """
+        found: dict[str, tuple[Array, Array]] = {}
+        for (target, layer, stream), values in self.r2.items():
+            name = f"probe.{target}_r2{'.' + stream if stream else ''}"
+            if layer == max(0, self.blocks - 2):
+                found[name] = values
+            found[f"{name}@layer{layer}"] = values
+        return found
 
 
 def probe_positions(
@@ -180,6 +200,8 @@ def probe_positions(
     seeds: int = 5,
 ) -> PositionProbe:
     """Probe an encoder's state after every block for the positions of tokens (§5, Tables 2 to 4).
+
+    The documents are read twice: to fit the probes, and to hold them against each document.
 
     Args:
         model: a ``DstgModel`` or one with a head.
@@ -194,30 +216,71 @@ def probe_positions(
     if len(documents_NT) < 10:
         raise KeelError(f"{len(documents_NT)} documents are too few to fit, tune and test a probe; give at least 10")
     encoder: DstgModel = getattr(model, "encoder", model)
-    parts_SN = [divide_documents(len(documents_NT), seed) for seed in range(seeds)]
     config = encoder.config
+    parts_SN = [divide_documents(len(documents_NT), seed) for seed in range(seeds)]
+    targets_NTK = np.stack([position_targets(ids_T.cpu(), boundaries) for ids_T in documents_NT])
     moments = [
-        [[Moments(config.hidden_size, len(TARGETS)) for _ in range(3)] for _ in range(seeds)]
+        [[Moments(config.hidden_size, len(TARGETS)) for _ in range(2)] for _ in range(seeds)]
         for _ in range(config.num_hidden_layers)
     ]
-    for start in range(0, len(documents_NT), _BATCH):
-        batch = documents_NT[start : start + _BATCH]
-        targets = [position_targets(ids_T.cpu(), boundaries) for ids_T in batch]
-        for layer, states_BTD in enumerate(block_states(encoder, batch, ends)):
-            for row, states_TD in enumerate(states_BTD.double().cpu().numpy()):
-                sums = products(states_TD, targets[row])
-                for seed in range(seeds):
-                    moments[layer][seed][parts_SN[seed][start + row]].add(sums)
+    for row, states in _document_states(encoder, documents_NT, ends):
+        for layer, states_TD in enumerate(states):
+            sums = products(states_TD, targets_NTK[row])
+            for seed, parts_N in enumerate(parts_SN):
+                if parts_N[row] < 2:
+                    moments[layer][seed][parts_N[row]].add(sums)
     streams = {"": slice(None)}
     if config.disentangled:
         streams |= {"sem": slice(0, config.semantic_size), "ap": slice(config.semantic_size, None)}
-    r2: dict[tuple[str, int, str], tuple[float, ...]] = {}
-    for layer, by_seed in enumerate(moments):
-        for stream, channels in streams.items():
-            values_SK = np.array([ridge_r2(fit, tune, test, channels) for fit, tune, test in by_seed])
-            r2 |= {(target, layer, stream): tuple(values_SK[:, index]) for index, target in enumerate(TARGETS)}
+    read = {
+        (layer, stream): [ridge(fit, tune, channels) for fit, tune in by_seed]
+        for layer, by_seed in enumerate(moments)
+        for stream, channels in streams.items()
+    }
+    spreads_SNK = [_spread(targets_NTK, parts_N == 2) for parts_N in parts_SN]
+    missed = {key: np.zeros((seeds, len(documents_NT), len(TARGETS))) for key in read}
+    for row, states in _document_states(encoder, documents_NT, ends):
+        for (layer, stream), solved in read.items():
+            given_TD = states[layer][:, streams[stream]]
+            for seed, (weight_DK, intercept_K) in enumerate(solved):
+                if parts_SN[seed][row] == 2:
+                    missed_TK = targets_NTK[row] - given_TD @ weight_DK - intercept_K
+                    missed[layer, stream][seed, row] = (missed_TK**2).sum(axis=0)
+    r2 = {}
+    for (layer, stream), missed_SNK in missed.items():
+        explained_NK, spread_NK = _over_divisions(np.stack(spreads_SNK), missed_SNK)
+        for index, target in enumerate(TARGETS):
+            r2[target, layer, stream] = (explained_NK[:, index], spread_NK[:, index])
     counts = np.bincount(parts_SN[0], minlength=3)
-    return PositionProbe(r2=r2, documents=(int(counts[0]), int(counts[1]), int(counts[2])))
+    documents = (int(counts[0]), int(counts[1]), int(counts[2]))
+    return PositionProbe(r2=r2, blocks=config.num_hidden_layers, documents=documents)
+
+
+def _document_states(
+    encoder: DstgModel, documents_NT: Tensor, ends: tuple[int, int] | None
+) -> Iterator[tuple[int, list[Array]]]:
+    """Yield every document's number and its states after each block, [T, D] each."""
+    for start in range(0, len(documents_NT), _BATCH):
+        batch = [
+            state.double().cpu().numpy() for state in block_states(encoder, documents_NT[start : start + _BATCH], ends)
+        ]
+        for row in range(len(batch[0])):
+            yield start + row, [states_BTD[row] for states_BTD in batch]
+
+
+def _spread(targets_NTK: Array, tested_N: NDArray[np.bool_]) -> Array:
+    """Return each tested document's squares around the mean of all that are, [N, K]; 0 for the others, and for a target that is constant."""
+    mean_K = targets_NTK[tested_N].mean(axis=(0, 1))
+    spread_NK: Array = ((targets_NTK - mean_K) ** 2).sum(axis=1) * tested_N[:, None]
+    varies_K = spread_NK.sum(axis=0) > 1e-9 * np.maximum(1.0, (targets_NTK[tested_N] ** 2).sum(axis=(0, 1)))
+    return spread_NK * varies_K
+
+
+def _over_divisions(spread_SNK: Array, missed_SNK: Array) -> tuple[Array, Array]:
+    """Return what is explained and what there is to explain, [N, K] each, with the same weight for every division."""
+    total_S1K = spread_SNK.sum(axis=1, keepdims=True)
+    weight_S1K = np.where(total_S1K > 0, 1 / np.where(total_S1K > 0, total_S1K, 1.0), 0.0)
+    return ((spread_SNK - missed_SNK) * weight_S1K).sum(axis=0), (spread_SNK * weight_S1K).sum(axis=0)
 
 
 def divide_documents(count: int, seed: int) -> NDArray[np.int64]:
