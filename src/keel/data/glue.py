@@ -1,5 +1,6 @@
-"""Tasks of GLUE from the Hub, or from local files in the shapes in which they are passed around; what of the development split is in training
-goes.
+"""Tasks of GLUE from the Hub, or from local files in the shapes in which they are passed around.
+
+What of the development split is in training goes.
 
 Below one folder: ``SST-2/{train,dev}.tsv``, ``MRPC/msr_paraphrase_train.txt`` and ``MRPC/glue_dev.jsonl``, ``RTE/rte*_{dev,test}.xml``
 and ``RTE/glue_dev.jsonl``, ``STS-B/stsb-en-{train,dev}.csv``; each also as ``.gz``.

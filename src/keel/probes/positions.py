@@ -179,8 +179,8 @@ class PositionProbe:
     def metrics(self) -> dict[str, tuple[Array, Array]]:
         """Return the values by metric name: ``probe.token_r2@layer3``, ``probe.token_r2.ap@layer3``.
 
-        ``probe.token_r2`` without a layer is of the last block but one. Where the head reads the semantic stream alone, that is the last whose
-        position stream anything is trained on (Tables 2 to 4 end there).
+        ``probe.token_r2`` without a layer is of the last block but one. Where the head reads the semantic stream alone, that is the
+        last whose position stream anything is trained on (Tables 2 to 4 end there).
         """
         found: dict[str, tuple[Array, Array]] = {}
         for (target, layer, stream), values in self.r2.items():
@@ -269,7 +269,7 @@ def _document_states(
 
 
 def _spread(targets_NTK: Array, tested_N: NDArray[np.bool_]) -> Array:
-    """Return each tested document's squares around the mean of all that are, [N, K]; 0 for the others, and for a target that is constant."""
+    """Return each tested document's squares around the mean of all that are, [N, K]; 0 for the others and for a constant target."""
     mean_K = targets_NTK[tested_N].mean(axis=(0, 1))
     spread_NK: Array = ((targets_NTK - mean_K) ** 2).sum(axis=1) * tested_N[:, None]
     varies_K = spread_NK.sum(axis=0) > 1e-9 * np.maximum(1.0, (targets_NTK[tested_N] ** 2).sum(axis=(0, 1)))
