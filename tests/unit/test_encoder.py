@@ -316,6 +316,16 @@ def test_a_new_head_on_a_saved_encoder_is_initialised(tmp_path: Path) -> None:
     assert torch.equal(other.encoder.embed_tokens.weight, model.encoder.embed_tokens.weight)
 
 
+@pytest.mark.parametrize("position", ["dstg", "ap"])
+def test_the_position_table_begins_with_a_spread_of_its_own(position: str) -> None:
+    sizes = {"max_position_embeddings": 400, "vocab_size": 400, "initializer_range": 0.1}
+    for spread, expected in ((None, 0.1), (0.01, 0.01)):
+        torch.manual_seed(0)
+        encoder = DstgModel(small_config(position, position_initializer_range=spread, **sizes))
+        assert float(encoder.embed_positions.weight.std()) == pytest.approx(expected, rel=0.1)
+        assert float(encoder.embed_tokens.weight.std()) == pytest.approx(0.1, rel=0.1)
+
+
 @pytest.mark.parametrize("position", POSITIONS)
 def test_the_count_of_parameters_is_the_models(position: str) -> None:
     for head in ("semantic", "full"):

@@ -99,6 +99,11 @@ def test_heads_fall_into_the_groups_that_they_are_made_of() -> None:
     found = HeadInfluence(components=("semantic", "ap", "rp"), divergence=3 * shares.reshape(6, 6, 3), documents=1)
     np.testing.assert_allclose(found.shares.reshape(-1, 3), shares)
     assert found.counts() == {"heads.semantic": 9, "heads.ap": 27, "heads.rp": 0}
+    assert found.fractions() == {
+        "heads.semantic_fraction": 0.25,
+        "heads.ap_fraction": 0.75,
+        "heads.rp_fraction": 0.0,
+    }
     assert (found.groups().ravel()[:9] == 0).all()
     scaled = HeadInfluence(
         components=found.components, divergence=found.divergence * np.arange(1, 7)[:, None, None], documents=1

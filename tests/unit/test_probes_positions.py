@@ -154,11 +154,10 @@ def test_every_layer_target_and_stream_has_a_metric() -> None:
             f"probe.{target}_r2{stream}{where}"
             for target in ("token", "segment", "progress")
             for stream in streams
-            for where in ("", "@layer0", "@layer1")
+            for where in ("", "@last", "@layer0", "@layer1")
         }
-        assert values["probe.token_r2"] is values["probe.token_r2@layer0"], (
-            "of two blocks the last but one is the first"
-        )
+        assert values["probe.token_r2"] is values["probe.token_r2@layer0"], "of two blocks the last but one"
+        assert values["probe.token_r2@last"] is values["probe.token_r2@layer1"]
         assert model.training, "the probe leaves the mode as it was"
         again = probe_positions(model, ids, {STOP}, ends=(18, 19), seeds=2).metrics()
         assert all(np.array_equal(values[name], again[name]) for name in values)

@@ -32,6 +32,10 @@ class EncoderOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
+class PositionTable(nn.Embedding):
+    """The learned rows of absolute positions, told from other tables by their own spread at the start."""
+
+
 class DstgPreTrainedModel(PreTrainedModel):
     """What the encoder and the models with a head have in common."""
 
@@ -45,6 +49,8 @@ class DstgPreTrainedModel(PreTrainedModel):
         if isinstance(module, RelativeBias):
             init.zeros_(module.bucket)
             init.zeros_(module.special)
+        elif isinstance(module, PositionTable) and self.config.position_initializer_range is not None:
+            init.normal_(module.weight, std=self.config.position_initializer_range)
         else:
             super()._init_weights(module)
 
@@ -56,7 +62,7 @@ class DstgModel(DstgPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.semantic_size, padding_idx=config.pad_token_id)
         table_size = {"dstg": config.position_size, "ap": config.semantic_size}.get(config.position)
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, table_size) if table_size else None
+        self.embed_positions = PositionTable(config.max_position_embeddings, table_size) if table_size else None
         self.relative_bias = None
         if config.position in ("dstg", "rp"):
             self.relative_bias = RelativeBias(

@@ -171,6 +171,9 @@ def measure_heads(subject: Subject) -> list[ItemMetric]:
     found = head_influence(subject.model, torch.cat((first, rows_NT, last), dim=1))
     keep_heads(subject, found)
     metrics = [mean(name, [count], unit="heads", higher_is_better=None) for name, count in found.counts().items()]
+    metrics += [
+        mean(name, [share], unit="share of heads", higher_is_better=None) for name, share in found.fractions().items()
+    ]
     for index, name in enumerate(found.components):
         metrics += [
             mean(f"heads.share_{name}@layer{layer}", shares[:, index].tolist(), unit="share", higher_is_better=None)

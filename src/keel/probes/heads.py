@@ -66,6 +66,11 @@ class HeadInfluence:
         groups = self.groups()
         return {f"heads.{name}": int((groups == index).sum()) for index, name in enumerate(self.components)}
 
+    def fractions(self) -> dict[str, float]:
+        """Return ``counts`` as shares of all heads, so that models with other numbers of heads compare: ``heads.semantic_fraction``."""
+        heads = self.divergence.shape[0] * self.divergence.shape[1]
+        return {f"{name}_fraction": count / heads for name, count in self.counts().items()}
+
 
 def head_influence(model: Any, ids_NT: Tensor) -> HeadInfluence:
     """Measure what the heads of an encoder listen to.
