@@ -25,7 +25,7 @@ from keel.encoder import (
     DstgModel,
     count_parameters,
 )
-from keel.encoder.attention import RelativeBias, buckets_of, reference_attention, reference_bucket
+from keel.encoder.attention import RelativeBias, buckets_of, reference_attention, reference_bucket, widened
 from keel.encoder.block import StreamNorm
 from keel.encoder.config import POSITIONS
 from keel.encoder.model import DstgPreTrainedModel
@@ -399,6 +399,15 @@ def test_bfloat16_stays_near_float32() -> None:
     rounded.backward()
     assert abs(whole - rounded) < 0.05 * whole
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_values_are_widened_no_further_than_a_kernel_wants() -> None:
+    widths = {"cpu": {54: 96, 72: 96, 96: 96, 100: 100}, "meta": {54: 56, 72: 72, 96: 96}}
+    for device, expected in widths.items():
+        for width, wanted in expected.items():
+            values = torch.ones(1, 1, 2, width, device=device)
+            assert widened(values, 96).shape[-1] == wanted, (device, width)
+    assert float(widened(torch.ones(1, 1, 2, 54), 96)[..., 54:].abs().sum()) == 0.0
 
 
 def test_training_keeps_nothing_of_the_size_of_all_logits() -> None:

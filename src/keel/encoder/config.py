@@ -42,8 +42,8 @@ class DstgConfig(PreTrainedConfig):
         rope_theta: base of the rotations of "rope".
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of every matrix and table at the start.
-        position_initializer_range: of the absolute-position table, where it is another; None for the same. What is learnt must stand out from
-            what the rows begin with, which has no order.
+        position_initializer_range: that of the absolute-position table, where it is another; None for the same. What is learnt must
+            stand out from what the rows begin with, which has no order.
         classifier_dropout: before the classifiers of fine-tuning, 0 <= x < 1.
 
     Raises: KeelError for an unknown choice or a width that the heads do not divide.

@@ -180,7 +180,8 @@ class PositionProbe:
         """Return the values by metric name: ``probe.token_r2@layer3``, ``probe.token_r2.ap@layer3``.
 
         ``probe.token_r2`` without a layer is of the last block but one. Where the head reads the semantic stream alone, that is the
-        last whose position stream anything is trained on (Tables 2 to 4 end there). ``probe.token_r2@last`` is of the last block. Both names stay the same whatever the number of blocks.
+        last whose position stream anything is trained on (Tables 2 to 4 end there). ``probe.token_r2@last`` is
+        of the last block. Both names stay the same whatever the number of blocks.
         """
         found: dict[str, tuple[Array, Array]] = {}
         for (target, layer, stream), values in self.r2.items():
