@@ -30,7 +30,7 @@ SENTENCES = """\
 4\t.\t_\tPUNCT\t_\t_\t3\tpunct\t_\t_
 
 """
-TREES = "( (S (NP (NN {0})) (VP (VBD {1})) (. .)) )\n( (NP (NP (NN {0})) (CC and) (NP (NN {2}))) )\n"
+TREES = "( (S (NP (NN {0})) (VP (VBD {1})) (. .)) )\n( (NP (NP (NP (NN {0})) (CC and)) (NP (NN {2}))) )\n"
 
 
 def phrase(random: np.random.Generator) -> str:
