@@ -291,6 +291,22 @@ def generate(
     signals_out: Annotated[
         Path | None, typer.Option("--signals-out", help="File for the signals of every token, as JSON.", metavar="FILE")
     ] = None,
+    safeguards: Annotated[
+        bool,
+        typer.Option(
+            "--safeguards",
+            help="Guard a dynamic state path that has no thresholds of its own: a row that fails runs as the host alone.",
+        ),
+    ] = False,
+    telemetry: Annotated[
+        str | None,
+        typer.Option(
+            help="What a dynamic state path hears of the machine: constant (healthy), simulated (throttling, memory pressure and "
+            "latency spikes over this text), live (this machine), or the file of a recorded trace.",
+            metavar="constant|simulated|live|FILE",
+            show_default="constant",
+        ),
+    ] = None,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Continue a text with a trained checkpoint; the tokenizer that lies beside it is used.
@@ -298,10 +314,13 @@ def generate(
     Example:  keel generate runs/demo/structural/seed0/model "def main(" --max-new-tokens 40
 
     Example:  keel generate my/dynamic_state/model "The harbour at night" --signals --signals-out signals.json
+
+    Example:  keel generate my/dynamic_state/model "The harbour at night" --signals --safeguards --telemetry simulated
     """
     from keel.pretrained import continue_text
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "do_sample": sample}
+    options |= {"safeguards": safeguards, "telemetry": telemetry}
     if sample:
         options["temperature"] = temperature
     if signals or signals_out is not None:

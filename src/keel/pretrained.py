@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from keel.errors import KeelError, suggest
 from keel.hosts import FAMILIES
 from keel.model import KeelForCausalLM
 from keel.storage import is_streams_folder
+from keel.streams import DynamicStateStream
+from keel.streams.dynamic_state import open_telemetry
 
 
 def load_config(checkpoint: str) -> PreTrainedConfig:
@@ -82,20 +86,65 @@ def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def continue_text(checkpoint: str, prompt: str, *, device: str | None = None, seed: int = 0, **options: Any) -> str:
+def continue_text(
+    checkpoint: str,
+    prompt: str,
+    *,
+    device: str | None = None,
+    seed: int = 0,
+    safeguards: bool = False,
+    telemetry: str | None = None,
+    **options: Any,
+) -> str:
     """Return ``prompt`` and what the checkpoint writes after it.
 
     Args:
         device: a torch device, None for the GPU where there is one.
-        seed: of the draw, where ``options`` ask for one.
+        seed: of the draw, where ``options`` ask for one, and of simulated telemetry.
+        safeguards, telemetry: see ``dynamic_state_as``.
         options: of ``generate``, such as ``max_new_tokens``, ``num_beams``, ``do_sample``.
     Raises: KeelError for a checkpoint that cannot be loaded, or a prompt without a token.
     """
     model, tokenizer, inputs, options = open_continuation(checkpoint, prompt, device=device, options=options)
-    torch.manual_seed(seed)
-    ids_BT = model.generate(**inputs, **options)
+    num_tokens = inputs["input_ids"].shape[1] + options.get("max_new_tokens", 0)
+    with dynamic_state_as(model, num_tokens, safeguards=safeguards, telemetry=telemetry, seed=seed):
+        torch.manual_seed(seed)
+        ids_BT = model.generate(**inputs, **options)
     text: str = tokenizer.decode(ids_BT[0], skip_special_tokens=True)
     return text
+
+
+@contextmanager
+def dynamic_state_as(
+    model: PreTrainedModel, num_tokens: int, *, safeguards: bool = False, telemetry: str | None = None, seed: int = 0
+) -> Iterator[None]:
+    """Run the body with the model's dynamic state path under safeguards, or reading another telemetry; then as it was.
+
+    Args:
+        num_tokens: how many a simulated trace lasts.
+        safeguards: turn on those with default thresholds, where the path has none of its own.
+        telemetry: see ``keel.streams.dynamic_state.open_telemetry``; None leaves the path's.
+        seed: of simulated telemetry.
+    Raises: KeelError for a model without such a path, where either is asked for, or telemetry that is not there.
+    """
+    if not safeguards and telemetry is None:
+        yield
+        return
+    found = model.wires.first(DynamicStateStream) if isinstance(model, KeelForCausalLM) else None
+    if found is None:
+        wanted = "safeguards" if safeguards else "telemetry"
+        raise KeelError(f"{wanted}: the checkpoint has no dynamic state path; give one that was trained with it")
+    stream = found[1]
+    config, source = stream.config, stream.telemetry
+    if telemetry is not None:
+        stream.telemetry = open_telemetry(telemetry, num_tokens, seed=seed)
+    if safeguards and config.safeguards is None:
+        stream.guard()
+    try:
+        yield
+    finally:
+        stream.telemetry.close()
+        stream.config, stream.telemetry = config, source
 
 
 def open_continuation(

@@ -25,7 +25,7 @@ from keel.cache import new_cache, signals_of
 from keel.errors import KeelError
 from keel.files import write_atomically
 from keel.model import KeelForCausalLM
-from keel.pretrained import open_continuation
+from keel.pretrained import dynamic_state_as, open_continuation
 from keel.streams.dynamic_state import FAILURES, Mode
 
 LETTERS = {"coherence": "I", "alignment": "C", "noise": "N", "continuity": "T", "substrate": "S"}
@@ -107,11 +107,14 @@ def continue_with_signals(
     file: Path | None = None,
     device: str | None = None,
     seed: int = 0,
+    safeguards: bool = False,
+    telemetry: str | None = None,
     **options: Any,
 ) -> str:
     """Return ``prompt`` and what the checkpoint writes after it, as ``keel.pretrained.continue_text``, and show the signals.
 
     Args:
+        safeguards, telemetry: see ``keel.pretrained.dynamic_state_as``.
         console: where to draw; None shows nothing.
         file: where all signals go as JSON at the end.
         options: of ``generate``; no beams, which have no one text to show.
@@ -127,8 +130,9 @@ def continue_with_signals(
     cache, record = new_cache(model.host.config), Record(tokenizer)
     view = View(console)
     processors = LogitsProcessorList([Watch(cache, record, view.see)])
-    torch.manual_seed(seed)
-    with view:
+    num_tokens = inputs["input_ids"].shape[1] + options.get("max_new_tokens", 0)
+    with dynamic_state_as(model, num_tokens, safeguards=safeguards, telemetry=telemetry, seed=seed), view:
+        torch.manual_seed(seed)
         ids_BT = model.generate(
             **inputs, **options, past_key_values=cache, collect_signals=True, logits_processor=processors
         )

@@ -16,6 +16,8 @@ from keel.streams.dynamic_state import DynamicStateStream
 from keel.streams.dynamic_state.telemetry import FEATURES
 
 WIDTH, SIZE, BATCH, LENGTH = 6, 4, 3, 9
+UNTRAINED = {"coherence_least": 0.05, "noise_most": 100.0, "alignment_least": 0.01}
+"""Thresholds for weights that learnt nothing, whose N and C mean nothing: the default ones are those of a trained path."""
 
 
 def make_stream(seed: int = 0, **fields: Any) -> DynamicStateStream:

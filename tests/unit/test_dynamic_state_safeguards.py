@@ -30,11 +30,13 @@ from keel.streams.dynamic_state.safeguards import NUDGE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
-from dynamic_state_cases import SIZE, WIDTH, given_inputs, make_stream, run
+from dynamic_state_cases import SIZE, UNTRAINED, WIDTH, given_inputs, make_stream, run
 
 LENGTH, BEGIN, END, ROW = 100, 20, 50, 1  # the fault is in one row, from BEGIN up to END
 PATIENCE, COOLDOWN, FLOOR = 4, 6, 0.1
-LIMITS = {"patience": PATIENCE, "cooldown": COOLDOWN, "noise_most": 20.0, "change_most": 2.0, "change_least": 1e-4}
+LIMITS = {
+    **UNTRAINED, "patience": PATIENCE, "cooldown": COOLDOWN, "noise_most": 20.0, "change_most": 2.0, "change_least": 1e-4,
+}  # fmt: skip
 
 
 def steady_stream(**limits: Any) -> DynamicStateStream:
@@ -301,7 +303,7 @@ def test_without_failures_safeguards_change_nothing_and_in_training_they_are_off
 
 
 def test_gradients_flow_through_a_guarded_pass_outside_training() -> None:
-    stream, (hidden, residual, _) = make_stream(safeguards={}).eval(), given_inputs()
+    stream, (hidden, residual, _) = make_stream(safeguards=UNTRAINED).eval(), given_inputs()
     run(stream, hidden, residual, {})[0].square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in stream.parameters())
 

@@ -27,7 +27,7 @@ from keel.streams.dynamic_state.telemetry import FEATURES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
-from dynamic_state_cases import WIDTH, make_stream
+from dynamic_state_cases import UNTRAINED, WIDTH, make_stream
 
 FLOOR = 0.05
 LIMITS = {
@@ -130,7 +130,7 @@ def test_in_safe_mode_the_logits_are_the_hosts_bit_for_bit() -> None:
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, initializer_range=0.2
     )  # fmt: skip
     host = AutoModelForCausalLM.from_config(config).eval()
-    stream = DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02, safeguards={"cooldown": 3})
+    stream = DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02, safeguards={**UNTRAINED, "cooldown": 3})
     model: Any = keel.attach(host, stream).eval()
     stream.telemetry = Distress()
     with torch.no_grad():

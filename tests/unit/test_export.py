@@ -29,7 +29,10 @@ SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_l
                              max_position_embeddings=256, initializer_range=0.15, pad_token_id=0,
                              bos_token_id=None, eos_token_id=None)  # fmt: skip
 # Thresholds that random weights cross now and then: rows go into safe mode and come back.
-LIMITS = {"coherence_least": 0.9, "patience": 3, "cooldown": 2, "change_most": 3.0, "instability_most": 0.7}
+LIMITS = {
+    "coherence_least": 0.9, "noise_most": 100.0, "alignment_least": 0.01, "patience": 3, "cooldown": 2, "change_most": 3.0,
+    "instability_most": 0.7,
+}  # fmt: skip
 
 
 def make_host(kind: str) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 import keel
 from keel import cli
 from keel.errors import KeelError
-from keel.pretrained import continue_text
-from keel.streams.dynamic_state import Mode
+from keel.pretrained import continue_text, dynamic_state_as, load_model
+from keel.streams.dynamic_state import Mode, SafeguardConfig, TraceTelemetry
+from keel.streams.dynamic_state.telemetry import FEATURES
 from keel.watching import LETTERS, NOT_A_NUMBER, Record, continue_with_signals, curve, line, picture
 
 WORDS = [
@@ -40,7 +42,9 @@ WORDS = [
     "light",
 ]
 PROMPT, NEW = "tide keel mast", 12
-SAFEGUARDS = {"coherence_least": 0.9, "patience": 3, "cooldown": 2, "instability_most": 0.7}
+SAFEGUARDS = {
+    "coherence_least": 0.9, "noise_most": 100.0, "alignment_least": 0.01, "patience": 3, "cooldown": 2, "instability_most": 0.7,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,57 @@ def test_a_terminal_gets_curves_the_governor_and_the_text(guarded: str) -> None:
     for name in (*LETTERS, "update", "governor", "failures", *PROMPT.split()):
         assert name in shown
     assert "▁" in shown and "█" in shown and "\x1b[4;31m" in shown, "tokens read in safe mode are marked"
+
+
+def test_safeguards_can_be_turned_on_for_a_path_that_was_trained_without(
+    save: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    free = save(keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02))
+    file = tmp_path / "signals.json"
+    words = ["generate", free, PROMPT, "--max-new-tokens", str(NEW), "--device", "cpu", "--signals-out", str(file)]
+    told = {}
+    for case in ((), ("--safeguards",), ("--safeguards", "--telemetry", "simulated")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, *case])
+        assert ended.value.code == 0
+        told[case] = json.loads(file.read_text(encoding="utf-8"))
+    assert "governor" not in told[()], "without the option nothing is guarded"
+    assert len(told["--safeguards",]["governor"]) == len(told["--safeguards",]["ids"])
+    # Memory pressure brings S below its threshold, and the governor takes the row out.
+    failures = told["--safeguards", "--telemetry", "simulated"]["failures"]
+    assert not any("substrate_collapse" in names for names in told["--safeguards",]["failures"])
+    assert any("substrate_collapse" in names for names in failures)
+
+
+def test_telemetry_is_read_from_the_file_of_a_trace(save: Callable[..., str], tmp_path: Path) -> None:
+    path = save(keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02))
+    trace_NR = torch.zeros(PROMPT.count(" ") + NEW, len(FEATURES))
+    trace_NR[5:7, FEATURES.index("memory")] = 1.0
+    trace, file = tmp_path / "trace.json", tmp_path / "signals.json"
+    TraceTelemetry(trace_NR).save(trace)
+    options: dict[str, Any] = {"console": None, "file": file, "device": "cpu", "max_new_tokens": NEW}
+    continue_with_signals(path, PROMPT, telemetry=str(trace), **options)
+    substrate = json.loads(file.read_text(encoding="utf-8"))["signals"]["dynamic_state.substrate"]
+    assert [index for index, value in enumerate(substrate) if value < 0.01] == [5, 6]
+    continue_with_signals(path, PROMPT, telemetry="live", **options)
+    substrate = json.loads(file.read_text(encoding="utf-8"))["signals"]["dynamic_state.substrate"]
+    assert all(0 < value < 1 for value in substrate)
+    assert not [thread for thread in threading.enumerate() if thread.name == "keel-telemetry"], "its thread has ended"
+    for source, words in (("nowhere.json", "no such file"), (str(file), "no trace of telemetry")):
+        with pytest.raises(KeelError, match=words):
+            continue_text(path, PROMPT, device="cpu", telemetry=source, max_new_tokens=2)
+
+
+def test_a_path_is_as_it_was_after_its_text(save: Callable[..., str]) -> None:
+    model = load_model(save(keel.DynamicStateStream(state_size=8)))
+    stream = model.wires.first(keel.DynamicStateStream)[1]
+    config, telemetry = stream.config, stream.telemetry
+    with dynamic_state_as(model, 10, safeguards=True, telemetry="simulated"):
+        assert stream.config.limits == SafeguardConfig() and stream.telemetry.follows_tokens
+    assert stream.config is config and stream.telemetry is telemetry
+    for options in ({"safeguards": True}, {"telemetry": "constant"}):
+        with pytest.raises(KeelError, match="no dynamic state path"):
+            continue_text(save(), PROMPT, device="cpu", max_new_tokens=2, **options)
 
 
 def test_curves_fit_the_screen_and_show_what_is_no_number(tokenizer: PreTrainedTokenizerFast) -> None:

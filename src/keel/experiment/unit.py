@@ -3,7 +3,7 @@
 OUT/recipe.yaml                     the resolved recipe
 OUT/plan.json                       a ``Plan``: what all units must agree on
 OUT/<arm>/seed<k>/training.json     ``keel.training.TrainingReport``
-OUT/<arm>/seed<k>/model/            finished weights with their tokenizer
+OUT/<arm>/seed<k>/model/            finished weights with their tokenizer; another's weights where an arm has streams of its own beside them
 OUT/<arm>/seed<k>/host/             of an arm with ``save_host``: its host as an ordinary checkpoint
 OUT/<arm>/seed<k>/evaluation.json   what was measured, and with which settings; it is written last
 """
@@ -29,7 +29,7 @@ from keel.model import KeelForCausalLM, attach
 from keel.streams import stream_from_config
 from keel.training import Recipe, load_recipe, read_training_report, train
 from keel.training.build import build_model, load_data
-from keel.training.phases import write_json
+from keel.training.phases import write_json, write_model
 from keel.training.shadow import load_with_shadow
 from keel.training.trainer import Progress
 
@@ -143,6 +143,7 @@ def evaluate_unit(
     model = load_with_shadow(kind, lender.folder(out) / ("model" if after is None else f"after_{after}"))
     if lender != unit and recipe.arms[unit.arm].streams:
         model = _with_own_streams(model, recipe, unit)
+        write_model(model, data.tokenizer, unit.folder(out) / "model")
     model = model.to(place)
     scale = recipe.arms[unit.arm].embedding_scale
     if scale is not None:

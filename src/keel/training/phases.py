@@ -179,19 +179,24 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *, 
     whole = _unsharded(model)
     whole = whole.host if bare else whole
     if _rank() == 0:
-        temporary = folder.with_name(f".writing-{folder.name}")
-        for path in (temporary, folder):
-            if path.exists():
-                shutil.rmtree(path)
-        if isinstance(whole, KeelForCausalLM) and shadow_of(whole.host) is not None:
-            save_with_shadow(whole, temporary)
-        else:
-            whole.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        flush_folder(temporary)
-        os.rename(temporary, folder)
+        write_model(whole, tokenizer, folder)
     if dist.is_initialized():
         dist.barrier()
+
+
+def write_model(whole: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model that is whole in this process with its tokenizer, in place of what the folder holds, whole or not at all."""
+    temporary = folder.with_name(f".writing-{folder.name}")
+    for path in (temporary, folder):
+        if path.exists():
+            shutil.rmtree(path)
+    if isinstance(whole, KeelForCausalLM) and shadow_of(whole.host) is not None:
+        save_with_shadow(whole, temporary)
+    else:
+        whole.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    flush_folder(temporary)
+    os.rename(temporary, folder)
 
 
 def write_json(path: Path, content: Any) -> None:

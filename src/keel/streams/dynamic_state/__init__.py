@@ -12,7 +12,9 @@ from keel.streams.dynamic_state.telemetry import (
     LiveTelemetry,
     Telemetry,
     TraceTelemetry,
+    open_telemetry,
     simulated_trace,
+    troubled_trace,
 )
 
 __all__ = [
@@ -26,7 +28,9 @@ __all__ = [
     "SafeguardConfig",
     "Telemetry",
     "TraceTelemetry",
+    "open_telemetry",
     "reference_dynamic_state",
     "reference_governor",
     "simulated_trace",
+    "troubled_trace",
 ]

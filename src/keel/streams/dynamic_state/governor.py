@@ -50,6 +50,9 @@ class Mode(IntEnum):
 class SafeguardConfig:
     """Thresholds of the failure modes (§12) and of the recursion governor.
 
+    The paper gives none. Those of I, N and C lie between what a path learns to say of clean and of disrupted text
+    (``keel.training.signal_targets``): I 0.95 and 0.05, N 0.25 and 2, C 0.9 and 0.2.
+
     Attributes:
         substrate_least: S_min of §12.2; below it a row runs as the host alone.
         continuity_least: T below it is fragmentation (§12.3), and a moving average of T is used instead.
@@ -66,9 +69,9 @@ class SafeguardConfig:
 
     substrate_least: float = 0.3
     continuity_least: float = 0.2
-    coherence_least: float = 0.05
-    noise_most: float = 100.0
-    alignment_least: float = 0.01
+    coherence_least: float = 0.2
+    noise_most: float = 1.2
+    alignment_least: float = 0.1
     change_most: float = 1.0
     change_least: float = 1e-6
     patience: int = 8

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, D hidden size, K state size, R features of telemetry,
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from typing import Any
@@ -39,7 +40,7 @@ from keel.streams.dynamic_state.dynamics import (
     step,
     substrate_stability,
 )
-from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory
+from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory, SafeguardConfig
 from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
 from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
 from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
@@ -342,6 +343,10 @@ class DynamicStateStream(Stream):
         sign = -1.0 if self.config.substrate == "sigmoid" else 1.0
         self.substrate_weight.copy_(sign * weight_R)
         self.substrate_bias.copy_(sign * bias)
+
+    def guard(self, limits: SafeguardConfig | None = None) -> None:
+        """Turn safeguards on, with these thresholds or the default ones. They have no weights: any trained path can be guarded."""
+        self.config = dataclasses.replace(self.config, safeguards=SafeguardConfig() if limits is None else limits)
 
     def directions(self, tpc_BTK: Tensor) -> Tensor:
         """Return u, the direction in the state that a TPC stands for, of unit length (all ones where x is broadcast)."""

@@ -40,6 +40,9 @@ class Telemetry:
         """Return the features now [R], or, where the source follows tokens, at these token counts, [B, T, R]."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Stop whatever the source has running."""
+
 
 class ConstantTelemetry(Telemetry):
     """The same features at every token; healthy unless told otherwise."""
@@ -152,6 +155,41 @@ def simulated_trace(
         for name, share in _SHARES[each.kind].items():
             trace_NR[:, FEATURES.index(name)] += each.level * share * height_N
     return trace_NR.clamp(0.0, 1.0)
+
+
+def troubled_trace(num_samples: int, *, seed: int) -> Tensor:
+    """Return a trace [N, R] with one disturbance of every kind, each as long as its recovery: a seventh of the samples.
+
+    Beside a path's untrained projection mild throttling halves S, memory pressure makes it collapse, and spikes do so now and then.
+    """
+    part = max(1, num_samples // 7)
+    kinds: tuple[tuple[Literal["throttling", "memory_pressure", "latency_spikes"], float], ...] = (
+        ("throttling", 0.2), ("memory_pressure", 0.6), ("latency_spikes", 0.5)
+    )  # fmt: skip
+    disturbances = [
+        Disturbance(kind=kind, start=(1 + 2 * index) * part, length=part, level=level, recovery=part / 8)
+        for index, (kind, level) in enumerate(kinds)
+    ]
+    return simulated_trace(num_samples, disturbances, seed=seed)
+
+
+def open_telemetry(source: str, num_tokens: int, *, seed: int = 0) -> Telemetry:
+    """Return the source of telemetry that people name: ``constant``, ``simulated`` (``troubled_trace``), ``live``, or a trace's file.
+
+    Args:
+        num_tokens: how many a simulated trace lasts.
+        seed: of a simulated trace.
+    Raises: KeelError for a file that is not there, or holds no trace.
+    """
+    if source == "constant":
+        return ConstantTelemetry()
+    if source == "simulated":
+        return TraceTelemetry(troubled_trace(num_tokens, seed=seed))
+    if source == "live":
+        return LiveTelemetry()
+    if not Path(source).is_file():
+        raise KeelError(f"telemetry {source!r}: no such file; give constant, simulated, live, or the file of a recorded trace")
+    return TraceTelemetry.load(source)
 
 
 class LiveTelemetry(Telemetry):
