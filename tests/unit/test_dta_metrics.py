@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,8 @@ def test_a_substrate_that_does_not_change_says_nothing() -> None:
 
 
 def test_contradictions_of_free_text_come_from_a_judge() -> None:
-    def opposite(before: str, sentence: str) -> bool:
-        return sentence == f"not {before}"
+    def opposite(before: Sequence[str], sentence: str) -> bool:
+        return any(sentence == f"not {each}" for each in before)
 
     sentences = ["it rains", "it is late", "not it rains", "not it is late"]
     assert dta.contradicting_pairs(sentences, opposite) == 2

@@ -64,16 +64,15 @@ def cpi(contradictions: int, tokens: int) -> float:
     return contradictions / tokens if tokens else math.nan
 
 
-def contradicting_pairs(sentences: Sequence[str], contradicts: Callable[[str, str], bool], reach: int = 8) -> int:
+def contradicting_pairs(
+    sentences: Sequence[str], contradicts: Callable[[Sequence[str], str], bool], reach: int = 8
+) -> int:
     """Count the sentences that contradict one of the ``reach`` sentences before them: the judge of CPI for free text.
 
     Args:
-        contradicts: (premise, hypothesis) → whether they contradict: a model of natural language inference.
+        contradicts: (premises, hypothesis) → whether it contradicts one of them: ``keel.evaluation.inference.InferenceJudge``.
     """
-    return sum(
-        any(contradicts(before, sentence) for before in sentences[max(0, index - reach) : index])
-        for index, sentence in enumerate(sentences)
-    )
+    return sum(contradicts(sentences[max(0, index - reach) : index], sentence) for index, sentence in enumerate(sentences))
 
 
 def tcs(consistent: Sequence[bool], tokens: Sequence[int]) -> float:

@@ -23,6 +23,7 @@ from keel.data.disruptions import HIDDEN_RMS, KINDS, with_hidden_noise
 from keel.data.languages import Facts
 from keel.data.languages.base import generator
 from keel.evaluation import dta_metrics as dta
+from keel.evaluation.inference import sentences
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.judges import TopicJudge, answer_probabilities, count_contradictions, planted_fact
 from keel.evaluation.rollout import Rollout, read_signals, roll_out
@@ -66,6 +67,7 @@ def dta_suite(
     topics: TopicJudge,
     sizes: SuiteSizes,
     *,
+    contradicts: Callable[[Sequence[str], str], bool] | None = None,
     device: torch.device | str = "cpu",
     tell: Tell = lambda what, done, of: None,
 ) -> tuple[list[ItemMetric], Rollout]:
@@ -73,9 +75,11 @@ def dta_suite(
 
     Args:
         prompts_RT: a paragraph of a held-out document a row.
+        contradicts: judge of contradictions in free text, see ``dta_metrics.contradicting_pairs``; None leaves them to the stories,
+            which are judged exactly.
         tell: called with what is measured now, and how much of it is done.
     Returns: ``dta.<metric>`` and ``generation.repetition`` and ``generation.drift``, and the interrupted continuation, whose signals
-        can be drawn. A bare host has CPI, TCS, DCT and the last two alone.
+        can be drawn. A bare host has CPI, TCS, DCT and the last two alone. With ``contradicts`` also ``dta.cpi_text``.
     """
     prompts_RT = prompts_RT.to(device)
     tell("free generation", 0, 5)
@@ -97,6 +101,8 @@ def dta_suite(
     tell("facts", 4, 5)
     metrics = [_metric(name, each) for name, each in values.items()]
     metrics += fact_metrics(model, tokenizer, len(prompts_RT), sizes, device)
+    if contradicts is not None:
+        metrics.append(contradictions_of_text(free, tokenizer, contradicts))
     return metrics, interrupted
 
 
@@ -121,6 +127,21 @@ def text_metrics(free: Rollout, tokenizer: PreTrainedTokenizerBase, topics: Topi
         last_quarter = tokenizer.decode(written[-len(written) // 4 :], skip_special_tokens=True)
         found["drift"].append(topics.drift(prompt, last_quarter))
     return found
+
+
+def contradictions_of_text(
+    free: Rollout, tokenizer: PreTrainedTokenizerBase, contradicts: Callable[[Sequence[str], str], bool]
+) -> ItemMetric:
+    """Return ``dta.cpi_text``: sentences of free continuations that contradict one of the few before them, a generated token."""
+    prompt_end, counts, tokens = free.stages[0][1], [], []
+    for row in free.ids_BT.tolist():
+        written = row[prompt_end:]
+        told = sentences(tokenizer.decode(written, skip_special_tokens=True))
+        counts.append(float(dta.contradicting_pairs(told, contradicts)))
+        tokens.append(float(len(written)))
+    return ItemMetric(
+        name="dta.cpi_text", unit=dta.METRICS["cpi"].unit, higher_is_better=False, numerators=tuple(counts), denominators=tuple(tokens)
+    )  # fmt: skip
 
 
 def continuity_metrics(free: Rollout) -> dict[str, list[float]]:

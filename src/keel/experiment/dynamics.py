@@ -14,6 +14,7 @@ from keel.data.disruptions import DisruptedWindows, DisruptionConfig
 from keel.errors import build_config
 from keel.evaluation.dta_suite import SuiteSizes, dta_suite
 from keel.evaluation.faults import fault_table, tokens_needed
+from keel.evaluation.inference import InferenceJudge
 from keel.evaluation.items import ItemMetric, mean
 from keel.evaluation.judges import TopicJudge, documents_of
 from keel.evaluation.rollout import Rollout
@@ -47,7 +48,8 @@ def measure_dta(subject: Subject) -> list[ItemMetric]:
     """The metrics of §11 on real generation, and what the text of a held-out document costs over as many tokens."""
     wanted = subject.recipe.evaluation.dta
     assert wanted is not None and isinstance(subject.data, TokenCorpus)
-    data = subject.data
+    data, named = subject.data, wanted.contradiction_judge
+    judge = None if named is None else InferenceJudge.load(named, subject.device)
     subject.tell("topics", 0, 1)
     topics = _topic_judge(data, wanted.topics)
     segments = evaluation_segments(data.test, wanted.prompt + wanted.tokens, wanted.rows)
@@ -57,8 +59,9 @@ def measure_dta(subject: Subject) -> list[ItemMetric]:
         planted=wanted.planted,
     )  # fmt: skip
     metrics, interrupted = dta_suite(
-        subject.model, prompts_RT, data.tokenizer, topics, sizes, device=subject.device, tell=subject.tell
-    )
+        subject.model, prompts_RT, data.tokenizer, topics, sizes, contradicts=judge, device=subject.device,
+        tell=subject.tell,
+    )  # fmt: skip
     if interrupted.signals:
         content = json.dumps(_time_lines(interrupted))
         write_atomically(subject.folder / SIGNALS_FILE, content.encode())

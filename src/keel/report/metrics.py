@@ -34,6 +34,7 @@ _QUANTITIES = {
     "baseline.auroc_residual": "AUROC of the residual stream's norm for disrupted tokens",
     "dta.lcds": "LCDS, logical coherence decay",
     "dta.cpi": "CPI, contradictions",
+    "dta.cpi_text": "CPI of free text, by a model of inference",
     "dta.tcs": "TCS, topic continuity",
     "dta.pf": "PF, persistence fidelity",
     "dta.ict": "ICT, interrupted continuity",

@@ -194,6 +194,8 @@ class Dta(Section):
         tokens: generated after each; §11.2 has 800 to 1,200.
         noise, around, distances, planted: see ``keel.evaluation.dta_suite.SuiteSizes``.
         topics: clusters of the corpus's documents.
+        contradiction_judge: a model of natural language inference that judges contradictions in free text (``dta.cpi_text``): a folder,
+            or a name on the Hub (``keel.evaluation.inference``). null for none: stories of facts are judged exactly, without a model.
     """
 
     rows: Count = 8
@@ -204,6 +206,7 @@ class Dta(Section):
     distances: Annotated[list[Count], Field(min_length=1)] = [50, 400]
     planted: Count = 16
     topics: Annotated[int, Field(ge=2)] = 12
+    contradiction_judge: str | None = None
 
 
 class Faults(Section):
