@@ -216,6 +216,19 @@ def test_a_detector_that_is_off_sees_nothing() -> None:
     assert np.isnan(found.detected_after)
 
 
+def test_false_alarms_are_no_aftermath_of_a_fault() -> None:
+    restless = guarded(coherence_least=0.52)  # about half of the tokens of random weights fail it, faults or not
+    found = watch(restless, prompts(1, tokens_needed()), "noise_rampancy")
+    assert found.detected_after == 0.0 and found.recovered_after <= 60
+
+
+def test_the_table_ends_with_shares_over_all_faults() -> None:
+    table = fault_table(guarded(substrate_least=-1.0), prompts(1, tokens_needed()))
+    blind = {metric.name: metric.value for metric in table}
+    assert blind["fault.detected"] == pytest.approx(7 / 8)
+    assert [blind[f"fault.{name}"] for name in ("bounded", "recovered", "others_untouched")] == [1.0, 1.0, 1.0]
+
+
 def test_the_table_wants_safeguards_and_enough_text() -> None:
     with pytest.raises(KeelError, match="no dynamic state path with safeguards"):
         fault_table(model_of(), prompts(1, tokens_needed()))

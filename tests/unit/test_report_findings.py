@@ -409,6 +409,16 @@ def test_as_much_as_a_baseline_is_not_more() -> None:
     assert table is not None and table.rows[0].cells[2].text.startswith("missed")
 
 
+def test_a_target_of_what_is_no_number_is_missed() -> None:
+    target = Target(says="it is over", metric="dyck.structural_accuracy", arm="structural", most=60.0)
+    lost = {"mean": math.nan, "values": [math.nan] * 3, "ci95": None}
+    results = replace_metric(make_dyck(), "structural", "dyck.structural_accuracy", **lost)
+    for asked in (target, target.model_copy(update={"baseline": "rope", "most": 0.0})):
+        table = targets_table(results.model_copy(update={"reference": PAPER.model_copy(update={"targets": [asked]})}))
+        assert table is not None
+        assert [cell.text for cell in table.rows[0].cells[1:3]] == ["NaN", "missed"]
+
+
 def test_targets_of_arms_that_were_not_run_are_left_out() -> None:
     target = Target(says="it is so", metric="dyck.structural_accuracy", arm="nobody", least=0.5)
     assert targets_table(make_dyck(reference=PAPER.model_copy(update={"targets": [target]}))) is None

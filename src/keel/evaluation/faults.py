@@ -5,8 +5,11 @@ made so, whatever the path has learnt), in its state, or in its telemetry. Measu
 
     fault.<mode>.detected_after      tokens from its beginning until its detector speaks; NaN where it never does
     fault.<mode>.bounded             1 where the state stays within the bound of §9E.2, else 0
-    fault.<mode>.recovered_after     tokens from its end until the detector is silent and the row active for good; NaN where that never is
+    fault.<mode>.recovered_after     tokens from its end until the detector is silent and the row active for good, wherever they are so
+                                     in the same text without the fault (false alarms are no aftermath); NaN where that never is
     fault.<mode>.others_untouched    1 where the logits of the batch's other row are those of a run without the fault, bit for bit, else 0
+
+and over all faults their shares: ``fault.detected``, ``fault.bounded``, ``fault.recovered`` and ``fault.others_untouched``.
 
 Shapes: B rows, T tokens, K state size.
 """
@@ -49,6 +52,14 @@ class Watched(NamedTuple):
     others_untouched: float
 
 
+_SHARES: dict[str, Callable[[Watched], float]] = {
+    "detected": lambda each: float(not math.isnan(each.detected_after)),
+    "bounded": lambda each: each.bounded,
+    "recovered": lambda each: float(not math.isnan(each.recovered_after)),
+    "others_untouched": lambda each: each.others_untouched,
+}
+
+
 def tokens_needed() -> int:
     """Return how long a text has to be."""
     return CALM_TOKENS + STANDSTILL_TOKENS + AFTER_TOKENS
@@ -74,7 +85,7 @@ def fault_table(
         raise KeelError("faults: the model has no dynamic state path with safeguards; give it one")
     if rows_NT.shape[1] < tokens_needed():
         raise KeelError(f"faults: a text of {rows_NT.shape[1]} tokens; give at least {tokens_needed()} a row")
-    metrics = []
+    metrics, shares = [], torch.zeros(len(_SHARES), len(rows_NT))
     for index, mode in enumerate(FAILURES):
         if progress is not None:
             progress(mode.replace("_", " "), index)
@@ -85,7 +96,11 @@ def fault_table(
         ):  # fmt: skip
             values = [float(getattr(each, name)) for each in watched]
             metrics.append(mean(f"fault.{mode}.{name}", values, unit=unit, higher_is_better=higher))
-    return metrics
+        shares += torch.tensor([[share(each) for each in watched] for share in _SHARES.values()])
+    return metrics + [
+        mean(f"fault.{name}", (row_N / len(FAILURES)).tolist(), unit="share of faults", higher_is_better=True)
+        for name, row_N in zip(_SHARES, shares, strict=True)
+    ]
 
 
 def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
@@ -102,7 +117,9 @@ def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
         with _injected(stream, mode, fault, ids_2T.shape[1]):
             logits_2TV, signals = _read(model, name, ids_2T, cut, factor=EXPLOSION)
     detected_T = signals["failures"][0, :, FAILURES.index(mode)] > 0
-    working_T = ~detected_T & (signals["governor"][0] == 0)
+    # The second row is the same text without the fault.
+    working_2T = (signals["failures"][..., FAILURES.index(mode)] == 0) & (signals["governor"] == 0)
+    as_without_T = working_2T[0] | ~working_2T[1]
     # An explosion is over as soon as it has happened: what was in memory is then the path's own matter.
     end = fault.start if mode == "feedback_explosion" else fault.stop
     bound = 1 / stream.config.noise_floor + NUDGE
@@ -112,7 +129,7 @@ def watch(model: KeelForCausalLM, ids_1T: Tensor, mode: str) -> Watched:
     return Watched(
         _first(detected_T[fault.start : fault.stop]),
         float(bool(lengths_T.isfinite().all() and (lengths_T <= bound).all())),
-        _for_good(working_T[end:]),
+        _for_good(as_without_T[end:]),
         float(torch.equal(logits_2TV[1], calm_2TV[1])),
     )
 
@@ -122,13 +139,13 @@ def _first(true_T: Tensor) -> float:
     return float(places[0]) if len(places) else math.nan
 
 
-def _for_good(working_T: Tensor) -> float:
-    """Tokens until ``working_T`` is True and stays so; NaN where it ends False."""
-    broken = (~working_T).nonzero()
+def _for_good(true_T: Tensor) -> float:
+    """Tokens until ``true_T`` is True and stays so; NaN where it ends False."""
+    broken = (~true_T).nonzero()
     if not len(broken):
         return 0.0
     last = int(broken[-1]) + 1
-    return float(last) if last < len(working_T) else math.nan
+    return float(last) if last < len(true_T) else math.nan
 
 
 def _read(

@@ -65,13 +65,14 @@ def _subject(results: Results, target: Target) -> str:
 
 
 def _measured(results: Results, target: Target) -> tuple[float, tuple[float, float] | None] | None:
-    """Return the number that a target is about, and its interval; None where an arm lacks the metric."""
+    """Return the number that a target is about, NaN where what was measured is none, and its interval; None where an arm lacks the metric."""
     arms = [target.arm, *([target.baseline] if target.baseline else [])]
     means = [mean_of(results.arms[arm], target.metric) if arm in results.arms else None for arm in arms]
-    if any(mean is None or math.isnan(mean) for mean in means):
-        return None
     ours = means[0]
-    assert ours is not None
+    if ours is None or None in means:
+        return None
+    if any(mean is not None and math.isnan(mean) for mean in means):
+        return math.nan, None
     if target.baseline is None:
         return ours, results.arms[target.arm].metrics[target.metric].ci95
     theirs = means[1]
