@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import keel
+from keel.evaluation.dta_metrics import METRICS
 from keel.experiment import run_experiment
 from keel.report import write_docs_page, write_report
+from keel.streams.dynamic_state import FAILURES, SafeguardConfig
 from keel.training import load_recipe
 
 COMPLETION = ("exact_match", "structural_accuracy", "valid_not_exact", "syntax_error")
@@ -63,3 +66,31 @@ def test_a_recipe_measures_what_it_names(name: str, tmp_path: Path) -> None:
         assert recipe.title in text and recipe.reference.table in text and "4 steps" in text, (
             "what was asked, theirs, and how long"
         )
+
+
+def test_a_dynamic_state_path_is_trained_and_measured_as_the_recipe_says(tmp_path: Path) -> None:
+    """Every arm of DTA's recipe but those that add nothing here, on its own data and phases: all names of metrics that it promises."""
+    smaller = ["evaluation.dta.rows=1", "evaluation.dta.planted=1", "evaluation.dta.distances=[20]"]
+    recipe = load_recipe("dta/signals", "tiny", smaller)
+    results = run_experiment(recipe, tmp_path, only=["host", "aligned", "guarded"], device="cpu", jobs=1)
+    assert set(results.arms) == {"base", "host", "path", "aligned", "guarded"}, "what they begin with is trained too"
+    signals = {"signal.auroc_noise", "signal.auroc_coherence"}
+    of_the_host = {"baseline.auroc_surprisal", "generation.nll", "generation.repetition", "generation.drift", "dta.cpi", "dta.tcs", "dta.dct"}
+    suite = {f"dta.{name}" for name in METRICS}
+    table = {
+        f"fault.{mode}.{what}" for mode in FAILURES for what in ("detected_after", "bounded", "recovered_after", "others_untouched")
+    } | {f"fault.{what}" for what in ("detected", "bounded", "recovered", "others_untouched")}
+    found = {name: set(arm.metrics) for name, arm in results.arms.items()}
+    assert of_the_host <= found["base"] & found["host"] and not (signals | suite - of_the_host) & found["host"]
+    for arm in ("path", "aligned", "guarded"):
+        assert of_the_host | signals | suite <= found[arm], arm
+    assert table <= found["guarded"] and not table & found["path"]
+    for metric in (*signals, *of_the_host):
+        mean = results.arms["path"].metrics[metric].mean
+        assert mean is not None and math.isfinite(mean), metric
+    guarded = keel.load(tmp_path / "guarded" / "seed0" / "model")
+    assert guarded.wires.first(keel.DynamicStateStream)[1].config.limits == SafeguardConfig()
+    page = write_docs_page([tmp_path / "results.json"], tmp_path / "page.md").read_text(encoding="utf-8")
+    assert recipe.reference is not None and "### Targets" in page
+    for target in recipe.reference.targets:
+        assert (target.says in page) == ("untrained" not in (target.arm, target.baseline)), target.says

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from keel.errors import KeelError
 from keel.hosts import HostShape
 from keel.streams import stream_from_config
+from keel.streams.base import PassInputs
 from keel.streams.dynamic_state import DynamicStateStream, recurrence, reference_dynamic_state
+from keel.streams.dynamic_state.turbulence import RANK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
@@ -178,3 +181,27 @@ def test_the_steps_run_on_one_thread_and_give_the_others_back(monkeypatch: pytes
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_turbulence_begins_by_holding_what_is_seen_against_what_was_expected() -> None:
+    """With A = B of as many orthonormal rows as the width, a match sums to the inner product of h_{t-1} and the normed embedding."""
+    stream = DynamicStateStream(state_size=4, turbulence=2)
+    stream.build(HostShape(hidden_size=RANK, num_layers=1))
+    stream.init_weights()
+    assert torch.equal(stream.turbulence_seen, stream.turbulence_expected)
+    with torch.no_grad():
+        for parameter in stream.parameters():
+            parameter.zero_()
+        for matrix in (stream.turbulence_expected, stream.turbulence_seen):
+            matrix.copy_(torch.linalg.qr(torch.randn(RANK, RANK, generator=torch.Generator().manual_seed(1)))[0])
+        stream.turbulence_weight[0, -RANK:] = 1e-3  # the first feature is the sum of the match, small enough for tanh to be linear
+        stream.turbulence_read[1, 0] = 1e3  # and N's logit reads it
+    hidden, embeddings = torch.randn(2, 1, 5, RANK, generator=torch.Generator().manual_seed(2)).unbind(0)
+    flow = stream.open(PassInputs(embeddings_BTD=embeddings, collect_signals=True), {})
+    with torch.no_grad():
+        stream.write("final_norm_input", -1, torch.zeros_like(hidden), flow)
+        stream.write("final_hidden", -1, hidden, flow)
+        noise_BT = stream.close(flow).signals["noise"]
+    normed = embeddings / embeddings.square().mean(-1, keepdim=True).sqrt()
+    logit_BT = F.pad((hidden[:, :-1] * normed[:, 1:]).sum(-1), (1, 0))  # nothing was expected before the first token
+    torch.testing.assert_close(noise_BT, F.softplus(logit_BT) + 0.1, rtol=1e-3, atol=1e-3)

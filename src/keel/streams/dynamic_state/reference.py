@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keel.streams.dynamic_state.turbulence import RANK, RATES, reference_turbulence
+from keel.streams.dynamic_state.turbulence import reference_turbulence, state_sizes
 
 if TYPE_CHECKING:
     from keel.streams.dynamic_state.stream import DynamicStateStream
@@ -43,10 +43,10 @@ def reference_dynamic_state(
     if config.turbulence:
         assert embeddings_BTD is not None
         weights, zero = stream.turbulence_weights(hidden_BTD.dtype), hidden_BTD.new_zeros
+        before = [zero(batch, size) for size in state_sizes(config.turbulence).values()]
         more_BT2 = reference_turbulence(
-            weights, hidden_BTD, residual_BTD, embeddings_BTD, zero(batch, RANK),
-            zero(batch, config.turbulence * len(RATES)), attended_BT, document_starts_BT,
-        ).logits_BT2  # fmt: skip
+            weights, hidden_BTD, residual_BTD, embeddings_BTD, *before, attended_BT, document_starts_BT
+        ).logits_BT2
     gates = _gate_weights(stream)
     rows: list[list[Tensor]] = []
     for t in range(length):

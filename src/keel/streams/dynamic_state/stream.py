@@ -45,7 +45,7 @@ from keel.streams.dynamic_state.recurrence import dynamic_state_recurrence
 from keel.streams.dynamic_state.safeguards import Guarded, guarded_step
 from keel.streams.dynamic_state.telemetry import FEATURES, ConstantTelemetry, Telemetry, calibrated_projection
 from keel.streams.dynamic_state.token import RowResult, RowWeights, read_row, row_signals, row_weights
-from keel.streams.dynamic_state.turbulence import RANK, RATES, TurbulenceWeights, turbulence
+from keel.streams.dynamic_state.turbulence import LAYER, RANK, TurbulenceWeights, state_sizes, turbulence
 
 _VERSION = operator.attrgetter("_version")  # counts what changed a tensor in place
 FIRST_READINGS = ("hidden_state_residual", "residual_norm", "trajectory", "directional")
@@ -125,12 +125,16 @@ class DynamicStateStream(Stream):
             self.noise_weight = nn.Parameter(torch.empty(1))
             self.noise_bias = nn.Parameter(torch.empty(1))
         if self.config.turbulence:
-            features, filtered = self.config.turbulence, self.config.turbulence * len(RATES)
+            features = self.config.turbulence
+            integrated = features + state_sizes(features)["turbulence"]
             self.turbulence_expected = nn.Parameter(torch.empty(RANK, width))
             self.turbulence_seen = nn.Parameter(torch.empty(RANK, width))
-            self.turbulence_weight = nn.Parameter(torch.empty(features, width + 1 + RANK))
+            self.turbulence_before = nn.Parameter(torch.empty(features, width))
+            self.turbulence_weight = nn.Parameter(torch.empty(features, width + 2 + RANK))
             self.turbulence_bias = nn.Parameter(torch.empty(features))
-            self.turbulence_read = nn.Parameter(torch.empty(2, features + filtered))
+            self.turbulence_layer = nn.Parameter(torch.empty(LAYER, integrated))
+            self.turbulence_layer_bias = nn.Parameter(torch.empty(LAYER))
+            self.turbulence_read = nn.Parameter(torch.empty(2, integrated + LAYER))
         if self.config.update == "directional":
             self.direction = nn.Parameter(torch.empty(size, size))
         self.integration = nn.Parameter(torch.empty(width, size))
@@ -144,18 +148,21 @@ class DynamicStateStream(Stream):
         """See ``Stream.init_weights``: matrices uniform by the width of what they read; S is 0.998 when healthy."""
         size, width = self.integration.shape[1], self.integration.shape[0]
         gates_read = size + width * (1 + hasattr(self, "residual_weight"))
+        integrated = self.config.turbulence + state_sizes(self.config.turbulence)["turbulence"]
         bounds = {
             "hidden_weight": width, "residual_weight": gates_read, "state_weight": gates_read, "tpc_weight": size,
             "coherence_tpc": size, "direction": size, "integration": size,
-            "turbulence_expected": width, "turbulence_seen": width, "turbulence_weight": width,
-            "turbulence_read": self.config.turbulence * (1 + len(RATES)),
+            "turbulence_expected": width, "turbulence_before": width, "turbulence_weight": width,
+            "turbulence_layer": integrated, "turbulence_read": integrated,
         }  # fmt: skip
         for name, reads in bounds.items():
             if hasattr(self, name):
                 init.uniform_(getattr(self, name), -(reads**-0.5), reads**-0.5)
-        for name in ("hidden_bias", "tpc_bias", "noise_bias", "turbulence_bias", "gate"):
+        for name in ("hidden_bias", "tpc_bias", "noise_bias", "turbulence_bias", "turbulence_layer_bias", "gate"):
             if hasattr(self, name):
                 init.zeros_(getattr(self, name))
+        if self.config.turbulence:  # what is seen is held against what was expected along the same directions
+            init.copy_(self.turbulence_seen, self.turbulence_expected)
         if hasattr(self, "noise_weight"):
             init.constant_(self.noise_weight, width**-0.5)  # N then reads the root mean square of the residual stream
         # One exhausted resource gives S = 0.002, a half exhausted one 0.5.
@@ -295,12 +302,12 @@ class DynamicStateStream(Stream):
 
     def turbulence_weights(self, dtype: torch.dtype) -> TurbulenceWeights:
         """Return what ``turbulence`` works with; ``config.turbulence`` is not 0."""
-        names = ("expected", "seen", "weight", "bias", "read")
+        names = ("expected", "seen", "before", "weight", "bias", "layer", "layer_bias", "read")
         return TurbulenceWeights(*(_as(getattr(self, f"turbulence_{name}"), dtype) for name in names))
 
     def _turbulence(self, flow: DynamicStateFlow, hidden_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
         """Return what is added to the logits of I and N, [B, T, 2]; keep the state after every token in the flow."""
-        sizes = {"expectation": RANK, "turbulence": self.config.turbulence * len(RATES)}
+        sizes = state_sizes(self.config.turbulence)
         before = [
             flow.state[name] if name in flow.state else hidden_BTD.new_zeros(len(hidden_BTD), size)
             for name, size in sizes.items()
