@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import keel
+from keel.training import load_recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,11 +72,17 @@ def with_stream(host: LlamaForCausalLM, cell: str, copied: bool = True, shared: 
 
 
 def with_dynamic_state(host: LlamaForCausalLM, shared: bool = False) -> keel.KeelForCausalLM:
-    """Return a copy of the host, as ``with_stream`` does, beside a dynamic state path that writes, under safeguards."""
+    """Return a copy of the host, as ``with_stream`` does, beside the dynamic state path of DTA's recipe, which writes, under safeguards."""
     weights = {id(parameter): parameter for parameter in host.parameters()} if shared else {}
-    model = keel.attach(copy.deepcopy(host, weights), keel.DynamicStateStream(safeguards={}))
+    path = keel.DynamicStateStream(**dynamic_state_fields(), safeguards={})
+    model = keel.attach(copy.deepcopy(host, weights), path)
     nn.init.normal_(model.streams["dynamic_state"].gate, std=0.1)
     return model
+
+
+def dynamic_state_fields() -> dict[str, Any]:
+    """Return the fields of the path that ``recipes/dta/signals.yaml`` trains."""
+    return load_recipe("dta/signals", "small").arms["path"].streams["dynamic_state"]
 
 
 def x_transformer(size: Size) -> nn.Module:

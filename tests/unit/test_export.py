@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PreTrainedModel
 
 import keel
+from keel import cli
 from keel.cache import signals_of
 from keel.errors import KeelError
 from keel.export import DecodingStep, export_onnx, onnx
@@ -103,6 +104,23 @@ def test_two_hundred_tokens_are_those_of_the_model(exported: Exported, batch: in
         modes.append(signals.get("dynamic_state.governor"))
     if exported.model.host.config.model_type == "gpt2":
         assert {Mode.ACTIVE, Mode.SAFE, Mode.COOL_DOWN} <= set(np.concatenate(modes).astype(int).tolist())
+
+
+def test_the_command_writes_what_runs_as_the_checkpoint_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = make_model("gpt2"), tmp_path / "exported" / "model.onnx"
+    model.save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(tmp_path / "checkpoint"), "--onnx", str(file)])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == [str(file.with_suffix(end)) for end in (".onnx", ".json", ".py")]
+    ids_BT = torch.randint(0, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(3))
+    logits_BTV, _ = decoded(model, ids_BT)
+    step = Step(file)
+    for t in range(20):
+        assert np.abs(step(ids_BT[:, t : t + 1].numpy())[0] - logits_BTV[:, t]).max() < TOLERANCE
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(tmp_path / "checkpoint"), "--onnx", str(tmp_path / "model.pt")])
+    assert ended.value.code == cli.BAD_INPUT and "does not end in .onnx" in capsys.readouterr().err
 
 
 def test_telemetry_is_an_input(exported: Exported) -> None:
