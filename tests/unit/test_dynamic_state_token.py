@@ -62,6 +62,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sigmoid": {"substrate": "sigmoid", "init": "paper"},
     "guarded": {"safeguards": LIMITS, "retention": 0.2, "noise_floor": 0.05},
     "guarded without a gate": {"safeguards": LIMITS, "init": "paper", "retention": 0.5},
+    "noise of the hidden state": {"noise": "hidden"},
+    "turbulence": {"noise": "hidden", "turbulence": 3},
+    "guarded turbulence": {"turbulence": 2, "safeguards": {**LIMITS, "noise_most": 4.0}, "retention": 0.2, "noise_floor": 0.05},
 }
 
 
@@ -91,6 +94,7 @@ def test_a_row_alone_equals_rows_together(case: str, cuts: list[int], monkeypatc
         assert set(modes.tolist()) == {Mode.ACTIVE, Mode.SAFE, Mode.COOL_DOWN}
         assert torch.equal(written[0, modes > 0].nan_to_num(), given[0][0, modes > 0].nan_to_num())
         assert (signals["failures"].sum(1) > 0).sum() >= 7, "the remedies were at work"
+        assert written[0, -1].isfinite().all(), "what was no number has left no trace"
 
 
 def test_weights_put_together_follow_the_parameters() -> None:

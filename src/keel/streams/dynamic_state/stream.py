@@ -48,8 +48,8 @@ from keel.streams.dynamic_state.token import RowResult, RowWeights, read_row, ro
 from keel.streams.dynamic_state.turbulence import LAYER, RANK, TurbulenceWeights, state_sizes, turbulence
 
 _VERSION = operator.attrgetter("_version")  # counts what changed a tensor in place
-FIRST_READINGS = ("hidden_state_residual", "residual_norm", "trajectory", "directional")
-"""Of ``tpc_input``, ``noise``, ``continuity`` and ``update``; without turbulence one row of them is read by ``token.read_row``."""
+FIRST_READINGS = ("hidden_state_residual", "trajectory", "directional")
+"""Of ``tpc_input``, ``continuity`` and ``update``; one row of them is read by ``token.read_row``."""
 
 
 class DynamicStateFlow(Flow):
@@ -100,8 +100,7 @@ class DynamicStateStream(Stream):
         self.telemetry: Telemetry = ConstantTelemetry()
         self.truncation: int | None = None
         of = self.config
-        readings = (of.tpc_input, of.noise, of.continuity, of.update)
-        self._reads_rows = readings == FIRST_READINGS and not of.turbulence
+        self._reads_rows = (of.tpc_input, of.continuity, of.update) == FIRST_READINGS
         # Put together from the parameters, behind those and their versions.
         self._row_weights: tuple[list[Tensor], list[int], RowWeights] | None = None
 
@@ -215,15 +214,18 @@ class DynamicStateStream(Stream):
         assert flow.residual_BTD is not None
         weights = self._weights_of_a_row(anew=hidden_1TD.shape[1] > 1 or not flow.state)
         telemetry, before = self.telemetry.read(None).tolist(), self._row_before(hidden_1TD, flow)
+        embeddings_1TD = _as(flow.inputs.embeddings_BTD, hidden_1TD.dtype)
         if hidden_1TD.shape[1] == 1:
-            row = read_row(self.config, weights, hidden_1TD[0], flow.residual_BTD[0], telemetry, before)
+            given = hidden_1TD[0], flow.residual_BTD[0], embeddings_1TD[0]
+            row = read_row(self.config, weights, *given, telemetry, before)
             flow.rows.append(row)
             return hidden_1TD if row.written_1D is None else row.written_1D.unsqueeze(0)
         written = []
-        for hidden_1D, residual_1D in zip(hidden_1TD[0].split(1), flow.residual_BTD[0].split(1), strict=True):
-            row = read_row(self.config, weights, hidden_1D, residual_1D, telemetry, before)
+        columns = (part[0].split(1) for part in (hidden_1TD, flow.residual_BTD, embeddings_1TD))
+        for given in zip(*columns, strict=True):
+            row = read_row(self.config, weights, *given, telemetry, before)
             flow.rows.append(row)
-            written.append(hidden_1D if row.written_1D is None else row.written_1D)
+            written.append(given[0] if row.written_1D is None else row.written_1D)
             before = row.states
         return torch.cat(written).unsqueeze(0)
 
@@ -232,9 +234,10 @@ class DynamicStateStream(Stream):
         guarded = self.config.safeguards is not None and not self.training
         if "tpc" in flow.state and guarded == ("governor" in flow.state):
             return flow.state
+        sizes = self._state_sizes(guarded) | (state_sizes(self.config.turbulence) if self.config.turbulence else {})
         return {
             name: flow.state[name] if name in flow.state else hidden_1TD.new_zeros(1, width)
-            for name, width in self._state_sizes(guarded).items()
+            for name, width in sizes.items()
         }
 
     def _weights_of_a_row(self, anew: bool) -> RowWeights:

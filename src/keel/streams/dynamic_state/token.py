@@ -38,6 +38,7 @@ from keel.streams.dynamic_state.safeguards import (
     SMOOTHING,
     waves,
 )
+from keel.streams.dynamic_state.turbulence import rates
 
 _COUNTS = len(MEASURES)
 _DETECTED = _COUNTS + SIZES[1]
@@ -50,11 +51,12 @@ class RowWeights(NamedTuple):
 
     Attributes:
         gates: of a GRU cell that reads [h, r, s]: weight and bias of its input, weight and bias of the TPC.
-        query_DQ, query_bias_Q: from h to the query of C and to the logit of I.
+        query_DQ, query_bias_Q: from h to the query of C and to the logit of I, then to that of N where N reads h.
         direction_KK: from the new TPC to M TPC.
         coherence_1K: what the TPC adds to the logit of I.
         write_KD: from s to the final hidden state, gate included.
-        noise, substrate: weights and, last, bias of the logits of N and S.
+        noise, substrate: weights and, last, bias of the logits of N and S; no noise where N reads h.
+        turbulence: what reads it, see ``RowTurbulence``; None without.
     """
 
     gates: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -63,8 +65,22 @@ class RowWeights(NamedTuple):
     direction_KK: Tensor
     coherence_1K: Tensor
     write_KD: Tensor
-    noise: tuple[float, float]
+    noise: tuple[float, float] | None
     substrate: tuple[float, ...]
+    turbulence: RowTurbulence | None
+
+
+class RowTurbulence(NamedTuple):
+    """The weights of ``turbulence``, transposed, with A and P side by side, and the rates of its moving averages."""
+
+    expects_DX: Tensor
+    seen_DE: Tensor
+    weight_YF: Tensor
+    bias_F: Tensor
+    layer_ZG: Tensor
+    layer_bias_G: Tensor
+    read_Z2: Tensor
+    rate_M: Tensor
 
 
 class Measured(NamedTuple):
@@ -100,10 +116,10 @@ def row_weights(of: Mapping[str, Tensor], rows: Mapping[str, slice], sign: float
 
     Args:
         of: parameters and buffers by the names that ``DynamicStateStream`` has for them; a gate is optional.
-        rows: which rows of ``hidden_weight`` are gates, alignment and coherence; the last two lie side by side.
+        rows: which rows of ``hidden_weight`` are gates, alignment, coherence and, where N reads h, noise; all after the gates lie side by side.
         sign: of the instability in the logit of S: -1, and 1 where S is read as sigmoid.
     """
-    query = slice(rows["alignment"].start, rows["coherence"].stop)
+    query = slice(rows["alignment"].start, max(part.stop for part in rows.values()))
     read_3KX = torch.cat([of["hidden_weight"][rows["gates"]], of["residual_weight"], of["state_weight"]], 1)
     write_DK = of["integration"] * of["gate"].unsqueeze(-1) if "gate" in of else of["integration"]
     substrate_R1 = sign * torch.cat([of["substrate_weight"], of["substrate_bias"]])
@@ -114,8 +130,23 @@ def row_weights(of: Mapping[str, Tensor], rows: Mapping[str, slice], sign: float
         direction_KK=of["direction"].T.contiguous(),
         coherence_1K=of["coherence_tpc"].unsqueeze(0),
         write_KD=write_DK.T.contiguous(),
-        noise=(float(of["noise_weight"]), float(of["noise_bias"])),
+        noise=None if "noise" in rows else (float(of["noise_weight"]), float(of["noise_bias"])),
         substrate=tuple(substrate_R1.tolist()),
+        turbulence=_turbulence_weights(of) if "turbulence_read" in of else None,
+    )
+
+
+def _turbulence_weights(of: Mapping[str, Tensor]) -> RowTurbulence:
+    given = {name.removeprefix("turbulence_"): tensor for name, tensor in of.items() if name.startswith("turbulence_")}
+    return RowTurbulence(
+        expects_DX=torch.cat([given["expected"], given["before"]]).T.contiguous(),
+        seen_DE=given["seen"].T.contiguous(),
+        weight_YF=given["weight"].T.contiguous(),
+        bias_F=given["bias"],
+        layer_ZG=given["layer"].T.contiguous(),
+        layer_bias_G=given["layer_bias"],
+        read_Z2=given["read"].T.contiguous(),
+        rate_M=rates(given["bias"]),
     )
 
 
@@ -124,6 +155,7 @@ def read_row(
     weights: RowWeights,
     hidden_1D: Tensor,
     residual_1D: Tensor,
+    embedding_1D: Tensor,
     telemetry: Sequence[float],
     before: Mapping[str, Tensor],
 ) -> RowResult:
@@ -136,26 +168,51 @@ def read_row(
     """
     size, tpc_1K, state_1K = config.state_size, before["tpc"], before["s"]
     new_tpc_1K = torch.gru_cell(torch.cat([hidden_1D, residual_1D, state_1K], 1), tpc_1K, *weights.gates)
-    query_1K, logit_11 = torch.addmm(weights.query_bias_Q, hidden_1D, weights.query_DQ).split([size, 1], 1)
+    query_1Q = torch.addmm(weights.query_bias_Q, hidden_1D, weights.query_DQ)
+    query_1K, raws = query_1Q[:, :size], query_1Q[0, size:].tolist()
     direction_1K = torch.mm(new_tpc_1K, weights.direction_KK)
     vectors_5K = torch.cat([new_tpc_1K, query_1K, tpc_1K, direction_1K, weights.coherence_1K])
     table = torch.inner(vectors_5K, vectors_5K).tolist()
     of_tpc, length = table[0], [math.sqrt(table[index][index]) + EPSILON for index in range(4)]
-    i = _sigmoid(float(logit_11) + of_tpc[4])
+    residual_length = float(torch.linalg.vector_norm(residual_1D))
+    more, turbulent = (0.0, 0.0), {}
+    if weights.turbulence is not None:
+        more, turbulent = _turbulence(weights.turbulence, hidden_1D, residual_length, embedding_1D, before)
+    i = _sigmoid(raws[0] + more[0] + of_tpc[4])
     c = _clamp(of_tpc[1] / (length[0] * length[1]), 0.0, 1.0)
-    raw = float(torch.linalg.vector_norm(residual_1D))
-    n = _softplus(raw * weights.noise[0] + weights.noise[1]) + config.noise_floor
+    raw = raws[1] if weights.noise is None else residual_length * weights.noise[0] + weights.noise[1]
+    n = _softplus(raw + more[1]) + config.noise_floor
     t = 0.5 + 0.5 * of_tpc[2] / (length[0] * length[2])
     s = _sigmoid(sum(map(mul, weights.substrate, telemetry)) + weights.substrate[-1])
     measured = Measured(i, c, n, t, s, i * c / n)
     if "governor" in before:
-        guarded = _guarded(config, weights, hidden_1D, before, measured, new_tpc_1K, direction_1K, length[3])
-        return RowResult(*guarded, measured, query_1K, length[1])
+        written, states = _guarded(config, weights, hidden_1D, before, measured, new_tpc_1K, direction_1K, length[3])
+        return RowResult(written, {**states, **turbulent}, measured, query_1K, length[1])
     kept = s * t
     taken = (1 - config.retention) * measured.update * kept / length[3]
     new_1K = torch.add(state_1K * (config.retention * kept), direction_1K, alpha=taken)
     written_1D = torch.addmm(hidden_1D, new_1K, weights.write_KD)
-    return RowResult(written_1D, {"tpc": new_tpc_1K, "s": new_1K}, measured, query_1K, length[1])
+    return RowResult(written_1D, {"tpc": new_tpc_1K, "s": new_1K, **turbulent}, measured, query_1K, length[1])
+
+
+def _turbulence(
+    weights: RowTurbulence, hidden_1D: Tensor, residual_length: float, embedding_1D: Tensor, before: Mapping[str, Tensor]
+) -> tuple[tuple[float, float], dict[str, Tensor]]:
+    """Return what turbulence adds to the logits of I and N, and its state.  Reference twin: ``turbulence.reference_turbulence``."""
+    width, rank = weights.seen_DE.shape
+    length = float(torch.linalg.vector_norm(embedding_1D))
+    sizes = [math.sqrt(x * x / width + EPSILON) for x in (residual_length, length)]
+    expected_1E, before_1F = before["expectation"][:, :rank], before["expectation"][:, rank:]
+    match_1E = expected_1E * torch.mm(embedding_1D, weights.seen_DE) / sizes[1]
+    logs_12 = hidden_1D.new_tensor([[math.log(x) for x in sizes]])
+    inputs_1Y = torch.cat([hidden_1D, logs_12, match_1E], 1)
+    features_1F = torch.addmm(weights.bias_F + before_1F, inputs_1Y, weights.weight_YF).tanh_()
+    newest_1M = features_1F.nan_to_num(0.0).repeat(1, weights.rate_M.shape[0] // features_1F.shape[1])
+    turbulence_1M = torch.lerp(newest_1M, before["turbulence"], weights.rate_M)
+    y_1Z = torch.cat([features_1F, turbulence_1M], 1)
+    layer_1G = torch.addmm(weights.layer_bias_G, y_1Z, weights.layer_ZG).tanh_()
+    of_i, of_n = torch.mm(torch.cat([y_1Z, layer_1G], 1), weights.read_Z2).tolist()[0]
+    return (of_i, of_n), {"expectation": torch.mm(hidden_1D, weights.expects_DX), "turbulence": turbulence_1M}
 
 
 def _guarded(

@@ -6,7 +6,7 @@ against what the hidden state before it expected, and features of that are integ
 
     match_t = (A h_{t-1}) * (B e_t)                     e_t the token's embedding, of root mean square 1
     f_t = tanh(W [h_t, log rms(r_t), log rms(embedding), match_t] + P h_{t-1} + b)
-    m_{t,i} = rho_i m_{t-1,i} + (1 - rho_i) f_t         rho_i in ``RATES``
+    m_{t,i} = rho_i m_{t-1,i} + (1 - rho_i) f_t         rho_i in ``RATES``; a feature that is no number counts as 0 here
     y_t = [f_t, m_{t,1}, ..., m_{t,4}]
     added to the logits of I and N: V [y_t, tanh(L y_t + c)]
 
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from keel.ops.scan import linear_scan
+from keel.streams.dynamic_state.dynamics import EPSILON
 
 RANK = 64
 LAYER = 32
 RATES = (0.5, 0.8, 0.95, 0.99)
-_EPSILON = 1e-6
 
 
 class TurbulenceWeights(NamedTuple):
@@ -85,9 +85,10 @@ def turbulence(
     match_BTE = expected_BTE * ((embeddings_BTD / size_BT1) @ weights.seen_ED.T)
     inputs_BTY = torch.cat([hidden_BTD, _rms(residual_BTD).log(), size_BT1.log(), match_BTE], -1)
     features_BTF = torch.tanh(inputs_BTY @ weights.weight_FY.T + before_BTF + weights.bias_F)
-    rate_M = _rates(features_BTF)
+    rate_M = rates(features_BTF)
     decay_BTM = rate_M.expand(*features_BTF.shape[:2], -1)
-    input_BTM = features_BTF.repeat(1, 1, len(RATES)) * (1 - rate_M)
+    # A feature that is no number counts at its token, and must not stay in the averages for ever.
+    input_BTM = features_BTF.nan_to_num(0.0).repeat(1, 1, len(RATES)) * (1 - rate_M)
     if starts_BT is not None:
         decay_BTM = decay_BTM.masked_fill(starts_BT.unsqueeze(-1), 0.0)
     if attended_BT is not None:
@@ -124,7 +125,7 @@ def reference_turbulence(
         inputs_BY = torch.cat([h_BD, _rms(r_BD).log(), _rms(e_BD).log(), match_BE], -1)
         features_BF = torch.tanh(inputs_BY @ weights.weight_FY.T + before_BF + weights.bias_F)
         parts = [
-            rate * m_BF + (1 - rate) * features_BF
+            rate * m_BF + (1 - rate) * features_BF.nan_to_num(0.0)
             for rate, m_BF in zip(RATES, turbulence_BM.chunk(len(RATES), -1), strict=True)
         ]
         turbulence_BM = torch.where(attended_B1, torch.cat(parts, -1), turbulence_BM)
@@ -153,9 +154,10 @@ def _carried(values_BTX: Tensor, before_BX: Tensor, attended_BT: Tensor | None) 
     return torch.where(last_BT1 >= 0, carried_BTX, before_BX.unsqueeze(1))
 
 
-def _rates(like_BTF: Tensor) -> Tensor:
+def rates(like_BTF: Tensor) -> Tensor:
+    """Return rho for each of the M moving averages of these features."""
     return torch.tensor(RATES, dtype=like_BTF.dtype, device=like_BTF.device).repeat_interleave(like_BTF.shape[-1])
 
 
 def _rms(vector: Tensor) -> Tensor:
-    return (vector.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
+    return (vector.square().mean(-1, keepdim=True) + EPSILON).sqrt()
