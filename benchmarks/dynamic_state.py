@@ -3,9 +3,9 @@
 python benchmarks/dynamic_state.py
 python benchmarks/dynamic_state.py --threads 1 --rounds 4
 
-The path is that of DTA's recipe; what turbulence adds to I and N is computed for all tokens at once in the first two, token by token in the
-blueprint. Beside them stands the plain loop over ``dynamics.step`` with everything hoisted that depends on the host alone: what hoisting gives
-without a backward of its own. The gradients of all three are those of hidden state, residual and every parameter.
+The path is that of DTA's recipe. Beside them stands the plain loop over ``dynamics.step`` with everything hoisted that depends on the host
+alone: what hoisting gives without a backward of its own. What turbulence adds to I and N is hoisted too, and token by token in the
+blueprint. The gradients of all three are those of hidden state, residual and every parameter.
 """
 
 from __future__ import annotations

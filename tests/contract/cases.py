@@ -126,7 +126,8 @@ def _tree(lookup: str, **fields: Any) -> StreamCase:
 def _guarded(**fields: Any) -> StreamCase:
     # Thresholds that random weights cross now and then: rows go into safe mode and come back within the few tokens of a test.
     safeguards = {
-        "coherence_least": 0.15, "noise_most": 100.0, "alignment_least": 0.01, "patience": 3, "cooldown": 1, "change_most": 3.0, "instability_most": 0.93,
+        "coherence_least": 0.15, "noise_most": 100.0, "alignment_least": 0.01, "patience": 3, "cooldown": 1,
+        "change_most": 3.0, "instability_most": 0.93,
     }  # fmt: skip
     return StreamCase(
         lambda: keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.02, safeguards=safeguards, **fields),

@@ -76,7 +76,15 @@ def test_a_dynamic_state_path_is_trained_and_measured_as_the_recipe_says(tmp_pat
     assert set(results.arms) == {"base", "path", "guarded"}, "what an arm begins with is trained too"
     found = {name: set(arm.metrics) for name, arm in results.arms.items()}
     signals = {"signal.auroc_noise", "signal.auroc_coherence"}
-    text = {"baseline.auroc_surprisal", "generation.nll", "generation.repetition", "generation.drift", "dta.cpi", "dta.tcs", "dta.dct"}
+    text = {
+        "baseline.auroc_surprisal",
+        "generation.nll",
+        "generation.repetition",
+        "generation.drift",
+        "dta.cpi",
+        "dta.tcs",
+        "dta.dct",
+    }
     suite = {f"dta.{name}" for name in METRICS}
     table = {f"fault.{mode}.{what}" for mode in FAILURES for what in ("detected_after", "bounded", "recovered_after")}
     assert text <= found["base"] and not (signals | suite | table) - text & found["base"]

@@ -194,7 +194,9 @@ def test_turbulence_begins_by_holding_what_is_seen_against_what_was_expected() -
             parameter.zero_()
         for matrix in (stream.turbulence_expected, stream.turbulence_seen):
             matrix.copy_(torch.linalg.qr(torch.randn(RANK, RANK, generator=torch.Generator().manual_seed(1)))[0])
-        stream.turbulence_weight[0, -RANK:] = 1e-3  # the first feature is the sum of the match, small enough for tanh to be linear
+        stream.turbulence_weight[0, -RANK:] = (
+            1e-3  # the first feature is the sum of the match, small enough for tanh to be linear
+        )
         stream.turbulence_read[1, 0] = 1e3  # and N's logit reads it
     hidden, embeddings = torch.randn(2, 1, 5, RANK, generator=torch.Generator().manual_seed(2)).unbind(0)
     flow = stream.open(PassInputs(embeddings_BTD=embeddings, collect_signals=True), {})

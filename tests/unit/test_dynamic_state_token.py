@@ -64,7 +64,12 @@ CASES: dict[str, dict[str, Any]] = {
     "guarded without a gate": {"safeguards": LIMITS, "init": "paper", "retention": 0.5},
     "noise of the hidden state": {"noise": "hidden"},
     "turbulence": {"noise": "hidden", "turbulence": 3},
-    "guarded turbulence": {"turbulence": 2, "safeguards": {**LIMITS, "noise_most": 4.0}, "retention": 0.2, "noise_floor": 0.05},
+    "guarded turbulence": {
+        "turbulence": 2,
+        "safeguards": {**LIMITS, "noise_most": 4.0},
+        "retention": 0.2,
+        "noise_floor": 0.05,
+    },
 }
 
 

@@ -106,7 +106,9 @@ def test_two_hundred_tokens_are_those_of_the_model(exported: Exported, batch: in
         assert {Mode.ACTIVE, Mode.SAFE, Mode.COOL_DOWN} <= set(np.concatenate(modes).astype(int).tolist())
 
 
-def test_the_command_writes_what_runs_as_the_checkpoint_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_runs_as_the_checkpoint_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, file = make_model("gpt2"), tmp_path / "exported" / "model.onnx"
     model.save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(SystemExit) as ended:

@@ -69,7 +69,11 @@ def test_a_checkpoint_is_read_from_safetensors_alone(tokenizer: PreTrainedTokeni
     model.bert.save_pretrained(tmp_path / "headless")
     loaded = InferenceJudge.load(str(tmp_path / "whole"))
     assert torch.equal(loaded.model.classifier.weight, model.classifier.weight)
-    for name, words in (("pickled", "cannot be loaded"), ("headless", "classifier.* is missing"), ("no", "cannot be loaded")):
+    for name, words in (
+        ("pickled", "cannot be loaded"),
+        ("headless", "classifier.* is missing"),
+        ("no", "cannot be loaded"),
+    ):
         with pytest.raises(KeelError, match=words):
             InferenceJudge.load(str(tmp_path / name))
 
@@ -80,7 +84,13 @@ def test_a_model_without_such_a_class_is_refused(tokenizer: PreTrainedTokenizerF
 
 
 def test_free_text_is_judged_sentence_by_sentence(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert sentences("It rains. Does it?  It\ndoes!\n\n = Snow = \n") == ["It rains.", "Does it?", "It", "does!", "= Snow ="]
+    assert sentences("It rains. Does it?  It\ndoes!\n\n = Snow = \n") == [
+        "It rains.",
+        "Does it?",
+        "It",
+        "does!",
+        "= Snow =",
+    ]
 
     class Lines:
         """Decodes a token to a line."""

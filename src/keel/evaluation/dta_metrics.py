@@ -72,7 +72,9 @@ def contradicting_pairs(
     Args:
         contradicts: (premises, hypothesis) → whether it contradicts one of them: ``keel.evaluation.inference.InferenceJudge``.
     """
-    return sum(contradicts(sentences[max(0, index - reach) : index], sentence) for index, sentence in enumerate(sentences))
+    return sum(
+        contradicts(sentences[max(0, index - reach) : index], sentence) for index, sentence in enumerate(sentences)
+    )
 
 
 def tcs(consistent: Sequence[bool], tokens: Sequence[int]) -> float:

@@ -69,7 +69,12 @@ class InferenceJudge:
         if not premises:
             return False
         pairs = self.tokenizer(
-            list(premises), [hypothesis] * len(premises), return_tensors="pt", padding=True, truncation=True, max_length=LONGEST
+            list(premises),
+            [hypothesis] * len(premises),
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=LONGEST,
         ).to(self.model.device)
         with torch.no_grad():
             verdict_N = self.model(**pairs).logits.argmax(-1)

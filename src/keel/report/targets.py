@@ -65,7 +65,7 @@ def _subject(results: Results, target: Target) -> str:
 
 
 def _measured(results: Results, target: Target) -> tuple[float, tuple[float, float] | None] | None:
-    """Return the number that a target is about, NaN where what was measured is none, and its interval; None where an arm lacks the metric."""
+    """Return the number that a target is about and its interval; NaN where it is no number, None where an arm lacks the metric."""
     arms = [target.arm, *([target.baseline] if target.baseline else [])]
     means = [mean_of(results.arms[arm], target.metric) if arm in results.arms else None for arm in arms]
     ours = means[0]

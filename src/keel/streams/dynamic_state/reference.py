@@ -43,9 +43,9 @@ def reference_dynamic_state(
     if config.turbulence:
         assert embeddings_BTD is not None
         weights, zero = stream.turbulence_weights(hidden_BTD.dtype), hidden_BTD.new_zeros
-        before = [zero(batch, size) for size in state_sizes(config.turbulence).values()]
+        before_BX, before_BM = (zero(batch, size) for size in state_sizes(config.turbulence).values())
         more_BT2 = reference_turbulence(
-            weights, hidden_BTD, residual_BTD, embeddings_BTD, *before, attended_BT, document_starts_BT
+            weights, hidden_BTD, residual_BTD, embeddings_BTD, before_BX, before_BM, attended_BT, document_starts_BT
         ).logits_BT2
     gates = _gate_weights(stream)
     rows: list[list[Tensor]] = []

@@ -188,7 +188,9 @@ def open_telemetry(source: str, num_tokens: int, *, seed: int = 0) -> Telemetry:
     if source == "live":
         return LiveTelemetry()
     if not Path(source).is_file():
-        raise KeelError(f"telemetry {source!r}: no such file; give constant, simulated, live, or the file of a recorded trace")
+        raise KeelError(
+            f"telemetry {source!r}: no such file; give constant, simulated, live, or the file of a recorded trace"
+        )
     return TraceTelemetry.load(source)
 
 

@@ -116,7 +116,7 @@ def row_weights(of: Mapping[str, Tensor], rows: Mapping[str, slice], sign: float
 
     Args:
         of: parameters and buffers by the names that ``DynamicStateStream`` has for them; a gate is optional.
-        rows: which rows of ``hidden_weight`` are gates, alignment, coherence and, where N reads h, noise; all after the gates lie side by side.
+        rows: which rows of ``hidden_weight`` are gates, alignment, coherence and, where N reads h, noise, in this order.
         sign: of the instability in the logit of S: -1, and 1 where S is read as sigmoid.
     """
     query = slice(rows["alignment"].start, max(part.stop for part in rows.values()))
@@ -175,7 +175,8 @@ def read_row(
     table = torch.inner(vectors_5K, vectors_5K).tolist()
     of_tpc, length = table[0], [math.sqrt(table[index][index]) + EPSILON for index in range(4)]
     residual_length = float(torch.linalg.vector_norm(residual_1D))
-    more, turbulent = (0.0, 0.0), {}
+    more: tuple[float, float] = (0.0, 0.0)
+    turbulent: dict[str, Tensor] = {}
     if weights.turbulence is not None:
         more, turbulent = _turbulence(weights.turbulence, hidden_1D, residual_length, embedding_1D, before)
     i = _sigmoid(raws[0] + more[0] + of_tpc[4])
@@ -196,7 +197,11 @@ def read_row(
 
 
 def _turbulence(
-    weights: RowTurbulence, hidden_1D: Tensor, residual_length: float, embedding_1D: Tensor, before: Mapping[str, Tensor]
+    weights: RowTurbulence,
+    hidden_1D: Tensor,
+    residual_length: float,
+    embedding_1D: Tensor,
+    before: Mapping[str, Tensor],
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
     """Return what turbulence adds to the logits of I and N, and its state.  Reference twin: ``turbulence.reference_turbulence``."""
     width, rank = weights.seen_DE.shape

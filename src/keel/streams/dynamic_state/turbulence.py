@@ -120,7 +120,10 @@ def reference_turbulence(
                 torch.where(begins_B1, torch.zeros_like(x), x) for x in (expectation_BX, turbulence_BM)
             )
         h_BD, r_BD, e_BD = hidden_BTD[:, t], residual_BTD[:, t], embeddings_BTD[:, t]
-        expected_BE, before_BF = expectation_BX[:, : len(weights.expected_ED)], expectation_BX[:, len(weights.expected_ED) :]
+        expected_BE, before_BF = (
+            expectation_BX[:, : len(weights.expected_ED)],
+            expectation_BX[:, len(weights.expected_ED) :],
+        )
         match_BE = expected_BE * ((e_BD / _rms(e_BD)) @ weights.seen_ED.T)
         inputs_BY = torch.cat([h_BD, _rms(r_BD).log(), _rms(e_BD).log(), match_BE], -1)
         features_BF = torch.tanh(inputs_BY @ weights.weight_FY.T + before_BF + weights.bias_F)
