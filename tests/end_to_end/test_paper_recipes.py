@@ -94,7 +94,7 @@ def test_a_dynamic_state_path_is_trained_and_measured_as_the_recipe_says(tmp_pat
         mean = results.arms["path"].metrics[metric].mean
         assert mean is not None and math.isfinite(mean), metric
     guarded = keel.load(tmp_path / "guarded" / "seed0" / "model")
-    assert guarded.wires.first(keel.DynamicStateStream)[1].config.limits == SafeguardConfig()
+    assert guarded.wires.first(keel.DynamicStateStream)[1].config.limits == SafeguardConfig(change_least=0.002)
     page = write_docs_page([tmp_path / "results.json"], tmp_path / "page.md").read_text(encoding="utf-8")
     assert recipe.reference is not None and "### Targets" in page
     for target in recipe.reference.targets:
