@@ -157,7 +157,7 @@ STREAM_CASES: dict[str, StreamCase] = {
         reads_host=True,
     ),
     "dynamic_state_guarded": _guarded(),
-    "dynamic_state_turbulent": _guarded(turbulence=3),
+    "dynamic_state_turbulent": _guarded(turbulence=8),
     "tree_prefix": _tree("toy:"),
     "tree_fixed_width": _tree("fixed:2", gate="none", warmup_steps=4),
     "learned_positions": StreamCase(lambda: keel.LearnedPositionsStream(max_positions=64, std=0.0)),

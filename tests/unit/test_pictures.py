@@ -56,7 +56,9 @@ def test_the_barriers_share_is_drawn_for_learned_priors_beside_a_fresh_one(tmp_p
     curves = {"random": np.linspace(1 / 32, 1, 32).tolist(), "learned": [0.9, *[1.0] * 31]}
     for arm, kept in (("ce", ["random"]), ("margin_005", ["random", "learned"])):
         (tmp_path / arm / "seed0").mkdir(parents=True)
-        (tmp_path / arm / "seed0" / SUPPORT_FILE).write_text(json.dumps({name: curves[name] for name in kept}))
+        (tmp_path / arm / "seed0" / SUPPORT_FILE).write_text(
+            json.dumps({"curves": {name: curves[name] for name in kept}})
+        )
     assert pictures(recipe, ["ce"], tmp_path) == [], "an arm without a prior has no curve of its own"
     (found,) = pictures(recipe, ["ce", "margin_005"], tmp_path)
     drawn = (tmp_path / "figures" / "support.curves.svg").read_text(encoding="utf-8")

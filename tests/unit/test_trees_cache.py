@@ -321,7 +321,7 @@ def test_workers_end_with_the_process_that_asked(how: str, tmp_path: Path) -> No
             parent.kill()
         else:  # a terminal sends it to all of them
             os.killpg(parent.pid, signal.SIGINT)
-        said = parent.communicate(timeout=60)[1]
+        said = parent.communicate(timeout=300)[1]
         _, left = psutil.wait_procs(workers, timeout=30)
         assert not left
         assert "SpawnProcess" not in said and (how == "kill -9" or said.strip().endswith("KeyboardInterrupt"))
