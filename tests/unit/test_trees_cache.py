@@ -296,11 +296,13 @@ def test_prompts_are_read_field_by_field(scope: Scope, tmp_path: Path, monkeypat
 
 
 BUILDER = """
-import itertools, sys
+import itertools, signal, sys
 from pathlib import Path
 from keel.trees import BuildPlan, build
 
 if __name__ == "__main__":
+    # A test that runs in the background of a shell inherits that Ctrl-C is ignored; a terminal does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     plan = BuildPlan(cache=Path(sys.argv[1]), source="branching:right", tokenizer=Path(sys.argv[2]).read_text())
     build((f"The {n} cats were asleep." for n in itertools.count()), plan, workers=2, progress=lambda _: print("on", flush=True))
 """
@@ -321,7 +323,7 @@ def test_workers_end_with_the_process_that_asked(how: str, tmp_path: Path) -> No
             parent.kill()
         else:  # a terminal sends it to all of them
             os.killpg(parent.pid, signal.SIGINT)
-        said = parent.communicate(timeout=300)[1]
+        said = parent.communicate(timeout=60)[1]
         _, left = psutil.wait_procs(workers, timeout=30)
         assert not left
         assert "SpawnProcess" not in said and (how == "kill -9" or said.strip().endswith("KeyboardInterrupt"))
