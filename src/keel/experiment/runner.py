@@ -273,7 +273,10 @@ class _Pool:
     def _next(self) -> Unit | None:
         for unit in self.waiting:
             needed = [Unit(arm, unit.seed) for arm in self.recipe.needed_by(unit.arm)]
-            if not any(other in self.waiting or other in self.running for other in needed):
+            # What does not differ from seed to seed is measured once: the other seeds take it over when it is done.
+            shared = self.recipe.is_same_for_all_seeds(unit.arm)
+            twins = [other for other in self.running if shared and other.arm == unit.arm]
+            if not twins and not any(other in self.waiting or other in self.running for other in needed):
                 self.waiting.remove(unit)
                 return unit
         return None

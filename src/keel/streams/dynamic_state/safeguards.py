@@ -29,6 +29,7 @@ SHRINKING = 0.5  # γ of §12.7
 CONSERVATIVE = 0.5  # share of the state's effect that a row without coherence keeps (§12.4)
 NUDGE = 0.05  # ε of §12.8: by how much the bound of the state grows
 PULL = 0.1  # how far towards its baseline a split state goes at a token: a step down the gradient of §12.9's penalty
+RELEASE = 0.5  # share of itself that the TPC gives up at a token while alignment stays broken
 BASELINE_RATE = 0.02  # weight of the newest state in the baseline
 
 
@@ -76,6 +77,9 @@ def guarded_step(config: DynamicStateConfig, parts: TokenParts, weights: StepWei
     state_BK = torch.where(exploding_B1, SHRINKING * state_BK, state_BK)
     state_BK = torch.lerp(state_BK, before.baseline_BK, PULL * memory.detected[:, 7:8])
     held_BK = torch.where(exploding_B1, before.baseline_BK, before.state_BK)
+    # §12.6 slows the state and waits for alignment to recover. A TPC at the ends of its gates' range keeps itself there and never
+    # does: let go of step by step, it is made of what the host says now.
+    tpc_BK = tpc_BK * (1 - RELEASE * memory.detected[:, 4:5])
     healthy_B1 = within_BF.all(-1, keepdim=True).to(tpc_BK.dtype) * BASELINE_RATE
     old = torch.cat([before.tpc_BK, held_BK, before.baseline_BK, memory.discontinuity], -1)
     baseline_BK = torch.lerp(before.baseline_BK, state_BK, healthy_B1)

@@ -34,6 +34,7 @@ from keel.streams.dynamic_state.safeguards import (
     CONSERVATIVE,
     NUDGE,
     PULL,
+    RELEASE,
     SHRINKING,
     SMOOTHING,
     waves,
@@ -258,6 +259,7 @@ def _guarded(
         mode, reliance = Mode.ACTIVE, 1.0 if within[2] else CONSERVATIVE
         new_1K = new_1K if within[5] else SHRINKING * new_1K
         new_1K = torch.lerp(new_1K, baseline_1K, PULL) if detected[7] else new_1K
+        new_tpc_1K = new_tpc_1K * (1 - RELEASE) if detected[4] else new_tpc_1K
         baseline_1K = torch.lerp(baseline_1K, new_1K, BASELINE_RATE) if all(within) else baseline_1K
         states = {"tpc": new_tpc_1K, "s": new_1K, "baseline": baseline_1K}
         written_1D = torch.addmm(hidden_1D, new_1K, weights.write_KD, alpha=reliance)
