@@ -130,7 +130,9 @@ def _guarded(**fields: Any) -> StreamCase:
         "change_most": 3.0, "instability_most": 0.93,
     }  # fmt: skip
     return StreamCase(
-        lambda: keel.DynamicStateStream(state_size=8, retention=0.3, noise_floor=0.015, safeguards=safeguards, **fields),
+        lambda: keel.DynamicStateStream(
+            state_size=8, retention=0.3, noise_floor=0.015, safeguards=safeguards, **fields
+        ),
         reads_host=True,
     )
 

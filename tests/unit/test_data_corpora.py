@@ -16,7 +16,7 @@ import pytest
 
 from keel.data import Corpus, CorpusConfig, Document, load_corpus
 from keel.data.corpora import read_documents
-from keel.data.sources import join_wikitext, unwrap_lines
+from keel.data.sources import join_wikitext, line_width, unwrap_lines
 from keel.errors import KeelError
 
 TEXTS = [f"Text number {index}.\nIts second line, naïve – 字 🙂 {index * index}.\n" for index in range(40)]
@@ -329,32 +329,54 @@ def test_a_connection_that_breaks_while_rows_come_in_is_one_line(monkeypatch: py
         load("hub:someone/broken", max_bytes=500)
 
 
+WRAPPED = """\
+   The story of the town begins with a bridge of
+   stone, which is older than the church beside
+   it by some four hundred years.
+   Length 40 m
+   Width 4 m
+
+   A second paragraph says who built it and when
+   and why: the salt of the mines had to cross a
+   river that took carts and horses with it each
+   spring, and in some years a third time in the
+   autumn.
+   By 1301 it was done, and
+   paid for by a tax on salt that was never taken
+   back.
+"""
+PARAGRAPHS = """\
+   The story of the town begins with a bridge of stone, which is older than the church beside it by some four hundred years.
+   Length 40 m
+   Width 4 m
+
+   A second paragraph says who built it and when and why: the salt of the mines had to cross a river that took carts and \
+horses with it each spring, and in some years a third time in the autumn.
+   By 1301 it was done, and
+   paid for by a tax on salt that was never taken back.
+"""
+VERSES = "\n".join(
+    f"and in the {index}th year the king, who had not slept" + " well" * (index % 7) for index in range(42)
+)
+
+
 def test_lines_that_were_broken_for_want_of_room_are_joined(tmp_path: Path) -> None:
-    wrapped = """\
-   The story of the
-   town begins with
-   a bridge.
-   Fact one 1
-   Fact two 2
-
-   A second
-   one.
-"""
-    paragraphs = """\
-   The story of the town begins with a bridge.
-   Fact one 1
-   Fact two 2
-
-   A second
-   one.
-"""
-    assert unwrap_lines(wrapped, 20) == paragraphs
-    assert unwrap_lines(paragraphs, 60) == paragraphs and unwrap_lines("", 20) == ""
-    texts = [wrapped.replace("town", f"town{index}") for index in range(5)]
+    assert line_width(WRAPPED) == 49
+    assert unwrap_lines(WRAPPED) == PARAGRAPHS
+    for whole in (PARAGRAPHS, VERSES, PARAGRAPHS * 20, "", "one\ntwo"):
+        assert line_width(whole) is None and unwrap_lines(whole) == whole
+    texts = [WRAPPED.replace("town", f"town{index}") for index in range(5)]
     path = write(tmp_path / "a.jsonl", jsonl(texts))
-    assert not any("begins with a" in text for part in texts_of(load(path)).values() for text in part)
-    assert all("begins with a bridge" in text for part in texts_of(load(path, unwrap=20)).values() for text in part)
-    assert load(path).fingerprint != load(path, unwrap=20).fingerprint
+    assert not any("a bridge of stone" in text for part in texts_of(load(path)).values() for text in part)
+    assert all("a bridge of stone" in text for part in texts_of(load(path, unwrap=True)).values() for text in part)
+    assert load(path).fingerprint != load(path, unwrap=True).fingerprint
+
+
+def test_a_few_longer_lines_are_no_paragraphs() -> None:
+    table = "   Population 1901 1,204 men 1,190 women 388 children, in 1911 no more than half of them"
+    long = "\n".join([WRAPPED * 12, table])
+    assert line_width(long) == 49
+    assert unwrap_lines(long) == "\n".join([PARAGRAPHS * 12, table])
 
 
 def test_wikitext_lines_are_joined_without_loss() -> None:
@@ -442,7 +464,6 @@ def test_split_that_only_repeats_is_refused(tmp_path: Path) -> None:
         ({"valid_fraction": 0.0}, "valid_fraction 0.0 and test_fraction 0.05 must each be above 0"),
         ({"valid_fraction": 0.5, "test_fraction": 0.5}, "together below 1"),
         ({"max_bytes": 0}, "max_bytes is 0, expected at least 1"),
-        ({"unwrap": 3}, "unwrap is 3, expected the width of the lines"),
         ({"encoding": "utf-9"}, "unknown encoding 'utf-9'"),
     ],
 )

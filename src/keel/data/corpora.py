@@ -29,8 +29,7 @@ class CorpusConfig:
         test_fraction: the same for testing.
         seed: chooses which documents these are.
         max_bytes: most UTF-8 bytes of training text; validation and test text stay whole, so that results compare.
-        unwrap: characters at which the source broke its lines, at least 20: they are joined again (``unwrap_lines``), so that
-            a line is a paragraph. None leaves the text as it is.
+        unwrap: join the lines of documents that were broken at a width (``unwrap_lines``), so that a line is a paragraph.
     """
 
     source: str = ""
@@ -41,7 +40,7 @@ class CorpusConfig:
     test_fraction: float = 0.05
     seed: int = 0
     max_bytes: int | None = None
-    unwrap: int | None = None
+    unwrap: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges. Raises: KeelError."""
@@ -58,10 +57,6 @@ class CorpusConfig:
             )
         if self.max_bytes is not None and self.max_bytes < 1:
             raise KeelError(f"max_bytes is {self.max_bytes}, expected at least 1; leave it out to read everything")
-        if self.unwrap is not None and self.unwrap < 20:
-            raise KeelError(
-                f"unwrap is {self.unwrap}, expected the width of the lines, at least 20; leave it out to keep them"
-            )
         try:
             codecs.lookup(self.encoding)
         except LookupError as error:
@@ -173,9 +168,9 @@ def split_fingerprint(documents: Iterable[Document]) -> str:
 
 def _read(config: CorpusConfig) -> tuple[str, Splits]:
     name, found = _read_source(config)
-    if config.unwrap is not None:
+    if config.unwrap:
         found = {
-            split: [Document(one.name, unwrap_lines(one.text, config.unwrap)) for one in documents]
+            split: [Document(one.name, unwrap_lines(one.text)) for one in documents]
             for split, documents in found.items()
         }
     return name, found
