@@ -37,10 +37,13 @@ CASES = {
         "margin_005",
         ["ppl", "embedding_rms", "contextual_embedding_error", "noise.ratio@0.4", "noise.ratio_snr@1", "drift.ratio@4", "drift.ratio_snr@8",
          "noise.ratio.median@0.4", "ppl.median", "support.effective_size.median", "support.top5_share", "support.first5_share@softmax",
-         "support.pressing", "ece", "aurc", "aurc@barrier", "lambada.ece", "posterior.ppl", "lambada.posterior.accuracy",
+         "support.pressing", "ece", "aurc", "aurc@barrier", "posterior.ppl", "train.ppl"],
+    ),
+    "support_tokens/novels": (
+        "margin_005",
+        ["noise.ratio.median@0.4", "support.top5_share@random", "train.ppl", "lambada.ece", "lambada.posterior.accuracy",
          "lambada.posterior.aurc@entropy"],
     ),
-    "support_tokens/novels": ("margin_005", ["noise.ratio.median@0.4", "support.top5_share@random"]),
 }  # fmt: skip
 
 

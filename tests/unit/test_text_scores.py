@@ -91,6 +91,7 @@ def test_passages_end_in_their_last_word(tokenizer: PreTrainedTokenizerBase) -> 
     )
     single = read_passages(PASSAGES, tokenizer, single_token=True)
     assert [len(passage.ids) for passage in single] == [len(one.ids) for one in passages if one.num_targets == 1]
+    assert [one.ids for one in read_passages(PASSAGES, tokenizer, most=2)] == [one.ids for one in passages[:2]]
     with pytest.raises(KeelError, match="no passage is left"):
         read_passages([Document("3", "word")], tokenizer)
 

@@ -30,16 +30,23 @@ class Passage:
 
 
 def read_passages(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, single_token: bool = False
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    single_token: bool = False,
+    most: int | None = None,
 ) -> list[Passage]:
     """Tokenise passages and find the tokens of each last word, its leading space included.
 
     Args:
         single_token: keep only passages whose last word is one token, as S-Former does.
+        most: passages to find, the first ones; None for all.
     Raises: KeelError where no passage is left.
     """
-    passages = []
+    passages: list[Passage] = []
     for document in documents:
+        if len(passages) == most:
+            break
         text = document.text.rstrip()
         cut = max(text.rfind(" "), text.rfind("\n"))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -337,7 +337,7 @@ def _posterior_words(subject: Subject) -> list[ItemMetric]:
 
 def _passages(subject: Subject, wanted: SelectiveWords, section: str) -> list[Passage]:
     documents = read_documents(build_config(CorpusConfig, wanted.passages, f"evaluation.{section}.passages"))
-    return read_passages(documents, subject.data.tokenizer, single_token=wanted.single_token)[: wanted.count]
+    return read_passages(documents, subject.data.tokenizer, single_token=wanted.single_token, most=wanted.count)
 
 
 def _support(subject: Subject) -> list[ItemMetric]:

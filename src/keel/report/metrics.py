@@ -79,6 +79,7 @@ _WORDS = {
     "markov": "Markov",
     "lambada": "LAMBADA",
     "pg19": "PG-19",
+    "train": "Training text",
     "blimp": "BLiMP",
     "cola": "CoLA",
     "mcc": "Matthews' correlation",

@@ -82,13 +82,13 @@ class Blocks(Section):
     Attributes:
         length: tokens of a block.
         count: blocks, spread evenly over the split.
-        split: ``valid`` or ``test``.
+        split: ``train``, ``valid`` or ``test``.
         name: family of the metrics.
     """
 
     length: Annotated[int, Field(ge=2)]
     count: Count
-    split: Literal["valid", "test"] = "test"
+    split: Literal["train", "valid", "test"] = "test"
     name: str = "blocks"
 
 
