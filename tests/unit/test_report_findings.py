@@ -372,6 +372,7 @@ def outcome(arm: str, *, why: str = "", **fields: Any) -> list[str]:
     target = Target(says="it is so", metric="dyck.structural_accuracy", arm=arm, why=why, **fields)
     table = targets_table(make_dyck(reference=PAPER.model_copy(update={"targets": [target]})))
     assert table is not None and [row.label for row in table.rows] == ["it is so"]
+    assert table.note.startswith("1 of 1 met." if table.rows[0].cells[2].text.startswith("met") else "0 of 1 met.")
     return [cell.text for cell in table.rows[0].cells]
 
 

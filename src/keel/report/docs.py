@@ -93,6 +93,8 @@ def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
     parts += [f"`{results.recipe}`, scale `{results.scale}`; data: {_link(path, page)}.\n"]
     parts += [f"**{_escape(section.verdict.headline)}**\n"]
     parts += ["\n".join(f"- {_escape(sentence)}" for sentence in section.verdict.sentences) + "\n"]
+    if section.targets:
+        parts += [*_table_parts(section.targets), "### Figures\n"]
     for figure in section.figures:
         parts += [
             f"![{_escape(figure.alt)}](figures/{section.slug}.{figure.name}.svg)\n",
@@ -102,7 +104,6 @@ def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
         parts += [f"![{_escape(picture.title)}]({_place(section, picture, page)})\n"]
         parts += [f"*{_escape(' '.join([picture.title + '.', picture.caption]).strip())}*\n"]
     parts += _theirs_parts(results)
-    parts += _table_parts(section.targets) if section.targets else []
     tables = [*section.main, *section.more]
     besides = [beside_paper_table(results, table) for table in tables]
     for beside, table in zip(besides, tables, strict=True):

@@ -19,9 +19,13 @@ def targets_table(results: Results) -> Table | None:
     rows = [row for target in given if (row := _row(results, target)) is not None]
     if not rows:
         return None
+    met = sum(cell.best for row in rows for cell in row.cells)
     return Table(
         title="Targets",
-        note="Met or missed by the mean over seeds; decidedly, where the 95 % interval lies on that side too. A ratio is of means.",
+        note=(
+            f"{met} of {len(rows)} met. Met or missed by the mean over seeds; decidedly, where the 95 % interval lies on that side too. "
+            "A ratio is of means."
+        ),
         corner="what is asked",
         columns=["asked", "here", "outcome", "what the measurements say"],
         rows=rows,
