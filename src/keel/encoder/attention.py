@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from keel.ops.attention import attention
+
 # Elements of logits that are worked on at once. On a processor one row at a time stays in its cache; an accelerator wants more.
 _ROWS_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
@@ -121,7 +123,7 @@ def fused_attention(
     Returns: [B, H, T, V].  Reference twin: ``reference_attention``.
     """
     if distance_HTT is None:
-        return F.scaled_dot_product_attention(query_BHTK, key_BHTK, value_BHTV, attn_mask=layout.mask(), scale=scale)
+        return attention(query_BHTK, key_BHTK, value_BHTV, mask=layout.mask(), scale=scale)
     if (
         layout.shared and query_BHTK.device.type == "cuda"
     ):  # its kernel takes the bias' gradient without keeping the logits

@@ -20,8 +20,7 @@ from transformers.modeling_outputs import (
 from keel.encoder.config import DstgConfig
 from keel.encoder.model import DstgModel, DstgPreTrainedModel, EncoderOutput
 from keel.errors import ShapeError
-
-IGNORED = -100
+from keel.ops.cross_entropy import IGNORED, cross_entropy_sum
 
 
 class _WithHead(DstgPreTrainedModel):
@@ -88,10 +87,7 @@ class DstgForMaskedLM(_WithHead):
         loss = None
         if labels is not None:
             count = num_items_in_batch if num_items_in_batch is not None else (labels != IGNORED).sum().clamp(min=1)
-            loss = F.cross_entropy(
-                picked.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            loss = loss / count
+            loss = cross_entropy_sum(picked.flatten(0, -2), labels.flatten()) / count
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 

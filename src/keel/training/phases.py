@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from keel.model import KeelForCausalLM
 from keel.training.adapters import has_adapters, merge_adapters, set_trainable
 from keel.training.checkpoints import flush_folder, one_line_on_full_disk
 from keel.training.dynamics import disrupted_windows, prepare
+from keel.training.processor import quick_on_processor
 from keel.training.questions import QuestionData, set_ramp
 from keel.training.sections import Phase
 from keel.training.shadow import save_with_shadow, shadow_of
@@ -125,7 +126,8 @@ def train(
         asked = questions if phase.learns == "questions" else None
         samples, valid = _samples(data, phase, seed) if asked is None else asked.samples(phase)
         trainer = PhaseTrainer(model, samples, valid, settings)
-        records.append(trainer.run(resume=resume))
+        with quick_on_processor(trainer.model) if trainer.args.device.type == "cpu" else nullcontext():
+            records.append(trainer.run(resume=resume))
         first_step += phase.steps
         if phase.name in keep:
             with _saving(arm, seed):

@@ -1,0 +1,55 @@
+"""Attention by plain products, where a processor's fused kernel is slower.
+
+In bfloat16 PyTorch's fused attention takes two to four times as long on a processor, forward and backward (2.13); in float32, without
+gradients, or on a GPU it is the better one and is taken. ``benchmarks/processor.py`` has the numbers.
+
+Shapes: B batch, H heads, T queries, S keys, K width of queries and keys, V width of values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MOST = 2**25  # weights of attention that a call may keep: 64 MiB
+
+
+def attention(
+    query_BHTK: Tensor,
+    key_BHSK: Tensor,
+    value_BHSV: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(q kᵀ scale) v, [B, H, T, V], as ``F.scaled_dot_product_attention`` does.
+
+    Args:
+        mask: bool, True where a query sees a key; it broadcasts to [B, H, T, S]. A query that sees nothing gets some finite value.
+        is_causal: query t sees keys up to t alone; without ``mask``, and T = S.
+        scale: default K^-0.5.
+    Reference twin: ``F.scaled_dot_product_attention``.
+    """
+    if not better_by_products(query_BHTK, key_BHSK):
+        return F.scaled_dot_product_attention(
+            query_BHTK, key_BHSK, value_BHSV, attn_mask=mask, is_causal=is_causal, scale=scale
+        )
+    query_BHTK, key_BHSK, value_BHSV = (part.bfloat16() for part in (query_BHTK, key_BHSK, value_BHSV))
+    width, length = query_BHTK.shape[-1], query_BHTK.shape[-2]
+    logits_BHTS = (query_BHTK * (width**-0.5 if scale is None else scale)) @ key_BHSK.mT
+    if is_causal:
+        logits_BHTS = logits_BHTS + logits_BHTS.new_full((length, length), -torch.inf).triu_(1)
+    elif mask is not None:
+        logits_BHTS = logits_BHTS.masked_fill(~mask, torch.finfo(logits_BHTS.dtype).min)
+    return torch.softmax(logits_BHTS, -1, dtype=torch.bfloat16) @ value_BHSV
+
+
+def better_by_products(query_BHTK: Tensor, key_BHSK: Tensor) -> bool:
+    """Return whether ``attention`` multiplies: in bfloat16 (by autocast too), on a processor, with gradients, and not too much of it."""
+    if query_BHTK.device.type != "cpu" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    given = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query_BHTK.dtype
+    batch, heads, length, _ = query_BHTK.shape
+    return given == torch.bfloat16 and batch * heads * length * key_BHSK.shape[2] <= _MOST

@@ -1,0 +1,60 @@
+"""A step of training on a processor: with Keel's cross-entropy and attention by products a host has the gradients it has without."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cases import Case, host_cases, tokens
+from torch import Tensor
+
+from keel.training.processor import quick_on_processor
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@host_cases
+def test_a_step_is_as_without(case: Case, padded: bool) -> None:
+    """In float32 the loss alone is another one, under autocast to bfloat16 attention too; afterwards all is as before."""
+    model, ids = case.model().train(), tokens(3, 16)
+    mask = torch.ones_like(ids)
+    mask[0, 12:] = 0
+    mask[1, 9:] = 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    if padded:
+        given["attention_mask"] = mask
+    before = model.host.config._attn_implementation
+
+    def step(quick: bool, autocast: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        with quick_on_processor(model) if quick else nullcontext():
+            with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+                loss = model(**given, num_items_in_batch=40).loss
+            loss.backward()
+        names = _names(loss)
+        assert ("_CrossEntropySumBackward" in names) == quick and ("LogSoftmaxBackward0" in names) != quick
+        if before == "sdpa":
+            assert ("SoftmaxBackward0" in names) == (quick and autocast)
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        return loss.detach(), gradients
+
+    for autocast, tolerance in ((False, 1e-4), (True, 0.05)):
+        (loss, expected), (quick_loss, found) = step(False, autocast), step(True, autocast)
+        torch.testing.assert_close(quick_loss, loss, rtol=tolerance / 10, atol=0.0)
+        assert expected.keys() == found.keys() and len(expected) > 4
+        largest = max(float(gradient.norm()) for gradient in expected.values())
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= tolerance * (gradient.norm() + 0.1 * largest), (name, autocast)
+    assert model.host.config._attn_implementation == before and not hasattr(model.host, "_loss_function")
+
+
+def _names(loss: Tensor) -> set[str]:
+    """The names of all functions that a loss was made by."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return {node.name() for node in seen}

@@ -1,0 +1,101 @@
+"""What makes training on a processor quick: cross-entropy whose gradient is made on the way forward, attention by products, in a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from keel.ops import attention, cross_entropy_sum, reference_cross_entropy_sum
+from keel.ops.attention import better_by_products
+from keel.training.processor import causal_loss
+
+BFLOAT16 = 2.0**-7  # of a value in bfloat16
+
+
+def grads(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, tensors))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, BFLOAT16)]
+)
+def test_cross_entropy_and_its_gradient_are_pytorchs(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(1500, 700)).to(dtype).requires_grad_()  # two whole parts and a rest
+    labels = torch.randint(700, (1500,))
+    labels[::7] = -100
+    labels[-1] = 699
+    found, expected = cross_entropy_sum(logits, labels), reference_cross_entropy_sum(logits, labels)
+    assert found.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    [mine], [theirs] = grads(found / 1500, logits), grads(expected / 1500, logits)
+    assert mine.dtype == dtype and mine[::7].eq(0).all() and theirs.abs().max() > 0
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+    assert not cross_entropy_sum(logits.detach(), labels).requires_grad
+
+
+def test_cross_entropy_of_great_logits_and_of_no_target_is_finite() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [3e38, 3e38, -3e38]], requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.tensor([1, 0]))
+    assert loss == 2e4 + torch.tensor(2.0).log() and grads(loss, logits)[0].isfinite().all()
+    nothing = cross_entropy_sum(logits, torch.tensor([-100, -100]))
+    assert nothing == 0 and grads(nothing, logits)[0].eq(0).all()
+
+
+def test_gradcheck_of_cross_entropy() -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 6, -100, 3, 3])
+    assert torch.autograd.gradcheck(lambda given: cross_entropy_sum(given, labels), (logits,))
+
+
+@pytest.mark.parametrize("kind", ["causal", "mask", "all"])
+def test_attention_by_products_is_attention(kind: str) -> None:
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, 3, 20, width).bfloat16().requires_grad_() for width in (8, 8, 6))
+    seen = torch.rand(2, 1, 20, 20) < 0.5
+    seen |= torch.eye(20, dtype=torch.bool)
+    options: dict[str, Any] = {"causal": {"is_causal": True}, "mask": {"mask": seen}, "all": {}}[kind]
+    assert better_by_products(query, key)
+    found = attention(query, key, value, scale=0.3, **options)
+    wide = [part.detach().double().requires_grad_() for part in (query, key, value)]
+    masks = {"attn_mask": options["mask"]} if kind == "mask" else options
+    expected = F.scaled_dot_product_attention(*wide, scale=0.3, **masks)
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=3 * BFLOAT16)
+    weigh = torch.randn_like(expected)
+    mine, theirs = grads((found * weigh).sum(), query, key, value), grads((expected * weigh).sum(), *wide)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=4 * BFLOAT16 * float(b.abs().max()))
+
+
+def test_a_query_that_sees_nothing_is_finite() -> None:
+    query, key, value = (torch.randn(1, 1, 4, 8).bfloat16().requires_grad_() for _ in range(3))
+    found = attention(
+        query, key, value, mask=torch.tensor([True, True, False, False])[:, None] & torch.ones(4, 4, dtype=torch.bool)
+    )
+    assert found.isfinite().all() and all(part.isfinite().all() for part in grads(found.sum(), query, key, value))
+
+
+def test_the_fused_kernel_is_taken_where_it_is_better() -> None:
+    query = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
+    assert better_by_products(query, query) and not better_by_products(query.float(), query.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert better_by_products(query.float(), query.float())
+    with torch.no_grad():
+        assert not better_by_products(query, query)
+    long = torch.zeros(1, 1, 2**13, 8, dtype=torch.bfloat16)
+    assert not better_by_products(long, long)
+
+
+def test_the_causal_loss_is_transformers() -> None:
+    torch.manual_seed(3)
+    logits, labels = torch.randn(2, 9, 30), torch.randint(30, (2, 9))
+    labels[0, :4] = -100
+    for options in ({}, {"num_items_in_batch": 7}, {"shift_labels": labels.roll(-1, 1)}):
+        torch.testing.assert_close(
+            causal_loss(logits, labels, 30, **options), ForCausalLMLoss(logits, labels, 30, **options)
+        )
