@@ -29,12 +29,14 @@ def test_a_process_keeps_memory_unless_the_user_said_otherwise(
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if said is not None:
         monkeypatch.setenv("MALLOC_MMAP_MAX_", said)
-    recipe: Any = SimpleNamespace(needed_by=lambda arm: [])
+    recipe: Any = SimpleNamespace(needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: False)
     display: Any = SimpleNamespace(begin=lambda unit: None, finish=lambda unit: None)
     runner._Pool(recipe, [Unit("rope", 0)], tmp_path, None, 2, display, lambda: None).run()
     assert [environment["MALLOC_MMAP_MAX_"] for environment in given] == [expected]
+    assert "glibc.malloc.hugetlb=1" in given[0]["GLIBC_TUNABLES"]
     assert given[0]["OMP_NUM_THREADS"] == str(max(1, runner._cores() // 2))
 
 
@@ -66,3 +68,17 @@ def test_small_hosts_are_read_by_several_processes(
     recipe = load_recipe("gtca/main", "small", [f"host.checkpoint={tmp_path}"])
     assert runner._jobs(recipe, "cpu") == jobs
     assert runner._jobs(load_recipe("gtca/host", "small"), "cpu") == 4
+
+
+def test_what_is_the_same_for_all_seeds_is_measured_by_one_of_them(tmp_path: Path) -> None:
+    recipe: Any = SimpleNamespace(needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: arm == "checkpoint")
+    units = [Unit(arm, seed) for seed in (0, 1) for arm in ("checkpoint", "path")]
+    pool = runner._Pool(recipe, units, tmp_path, None, 4, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    started: list[Unit] = []
+    while (unit := pool._next()) is not None:
+        started.append(unit)
+        pool.running[unit] = SimpleNamespace()  # type: ignore[assignment]
+    assert started == [Unit("checkpoint", 0), Unit("path", 0), Unit("path", 1)]
+    del pool.running[Unit("checkpoint", 0)]
+    assert pool._next() == Unit("checkpoint", 1)
+    pool.running.clear()
