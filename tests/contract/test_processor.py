@@ -9,6 +9,7 @@ import torch
 from cases import Case, host_cases, tokens
 from torch import Tensor
 
+from keel.positions import Positions, get_positions, set_positions
 from keel.training.processor import quick_on_processor
 
 
@@ -58,3 +59,14 @@ def _names(loss: Tensor) -> set[str]:
             seen.add(node)
             todo += [before for before, _ in node.next_functions]
     return {node.name() for node in seen}
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "nope"])
+def test_a_position_scheme_stays(scheme: str) -> None:
+    model, ids = Case("llama", "gru_model").model(), tokens(2, 9)
+    set_positions(model.host, Positions(scheme=scheme))
+    before, name = model(ids, labels=ids).loss, model.host.config._attn_implementation
+    with quick_on_processor(model):
+        torch.testing.assert_close(model(ids, labels=ids).loss, before)
+    assert model.host.config._attn_implementation == name and get_positions(model.host).scheme == scheme
+    assert torch.equal(model(ids, labels=ids).loss, before)

@@ -28,7 +28,9 @@ def quick_on_processor(model: nn.Module) -> Iterator[None]:
     Both equal what they stand for to rounding, on any device; off a processor they are what they stand for.
     """
     hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    configs = {id(host.config): host.config for host in hosts if host.config._attn_implementation == "sdpa"}
+    # To set the attention of a config that holds others (Keel's holds the host's) would set theirs too, whatever they have.
+    leaves = [host.config for host in hosts if not host.config.sub_configs]
+    configs = {id(config): config for config in leaves if config._attn_implementation == "sdpa"}
     losing = [host for host in hosts if host.loss_type in (None, "ForCausalLM") and not hasattr(host, "_loss_function")]
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
