@@ -13,16 +13,16 @@ from keel.positions import Positions, get_positions, set_positions
 from keel.training.processor import quick_on_processor
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padding", [None, "right", "left"])
 @host_cases
-def test_a_step_is_as_without(case: Case, padded: bool) -> None:
+def test_a_step_is_as_without(case: Case, padding: str | None) -> None:
     """In float32 the loss alone is another one, under autocast to bfloat16 attention too; afterwards all is as before."""
     model, ids = case.model().train(), tokens(3, 16)
     mask = torch.ones_like(ids)
-    mask[0, 12:] = 0
-    mask[1, 9:] = 0
+    for row, length in ((0, 12), (1, 9)):
+        mask[row, slice(length, None) if padding != "left" else slice(None, 16 - length)] = 0
     given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
-    if padded:
+    if padding is not None:
         given["attention_mask"] = mask
     before = model.host.config._attn_implementation
 

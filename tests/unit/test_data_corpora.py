@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import sysconfig
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -329,54 +330,63 @@ def test_a_connection_that_breaks_while_rows_come_in_is_one_line(monkeypatch: py
         load("hub:someone/broken", max_bytes=500)
 
 
-WRAPPED = """\
-   The story of the town begins with a bridge of
-   stone, which is older than the church beside
-   it by some four hundred years.
-   Length 40 m
-   Width 4 m
-
-   A second paragraph says who built it and when
-   and why: the salt of the mines had to cross a
-   river that took carts and horses with it each
-   spring, and in some years a third time in the
-   autumn.
-   By 1301 it was done, and
-   paid for by a tax on salt that was never taken
-   back.
-"""
 PARAGRAPHS = """\
    The story of the town begins with a bridge of stone, which is older than the church beside it by some four hundred years.
    Length 40 m
    Width 4 m
 
    A second paragraph says who built it and when and why: the salt of the mines had to cross a river that took carts and \
-horses with it each spring, and in some years a third time in the autumn.
+horses with it each spring, and in some years a third time in the autumn, when the rain had been long in the hills above the town.
    By 1301 it was done, and
-   paid for by a tax on salt that was never taken back.
+   paid for by a tax on salt that was never taken back, whatever the kings who came and went had promised to those who asked.
 """
 VERSES = "\n".join(
     f"and in the {index}th year the king, who had not slept" + " well" * (index % 7) for index in range(42)
 )
 
 
-def test_lines_that_were_broken_for_want_of_room_are_joined(tmp_path: Path) -> None:
-    assert line_width(WRAPPED) == 49
-    assert unwrap_lines(WRAPPED) == PARAGRAPHS
-    for whole in (PARAGRAPHS, VERSES, PARAGRAPHS * 20, "", "one\ntwo"):
-        assert line_width(whole) is None and unwrap_lines(whole) == whole
-    texts = [WRAPPED.replace("town", f"town{index}") for index in range(5)]
+def wrapped(text: str, width: int) -> str:
+    """Break lines as a printer does: at ``width``, with the paragraph's indent."""
+    lines = [
+        textwrap.wrap(line.strip(), width, subsequent_indent="   ", initial_indent="   ") or [""]
+        for line in text.split("\n")
+    ]
+    return "\n".join(line for part in lines for line in part)
+
+
+@pytest.mark.parametrize("width", [49, 60, 72])
+def test_lines_that_were_broken_for_want_of_room_are_joined(tmp_path: Path, width: int) -> None:
+    text = wrapped(PARAGRAPHS * 8, width)
+    found = line_width(text)
+    assert found is not None and width - 6 <= found <= width
+    unwrapped = unwrap_lines(text).split("\n")
+    whole = PARAGRAPHS.split("\n")[0].strip()
+    assert sum(line.strip() == whole for line in unwrapped) == 8
+    # A line on its own that begins in lower case is the rest of one; the last lines of two paragraphs end on purpose.
+    left = [line for line in unwrapped if line.strip()[:1].islower() and not line.strip().startswith("paid")]
+    assert len(left) <= 8 and {"   Length 40 m", "   Width 4 m", "   By 1301 it was done, and"} <= set(unwrapped)
+    for other in (PARAGRAPHS, VERSES, PARAGRAPHS * 20, "", "one\ntwo"):
+        assert line_width(other) is None and unwrap_lines(other) == other
+    texts = [text.replace("town", f"town{index}") for index in range(5)]
     path = write(tmp_path / "a.jsonl", jsonl(texts))
-    assert not any("a bridge of stone" in text for part in texts_of(load(path)).values() for text in part)
-    assert all("a bridge of stone" in text for part in texts_of(load(path, unwrap=True)).values() for text in part)
+    assert not any(
+        "a bridge of stone, which is older than" in text for part in texts_of(load(path)).values() for text in part
+    )
+    assert all(
+        "a bridge of stone, which is older than" in text
+        for part in texts_of(load(path, unwrap=True)).values()
+        for text in part
+    )
     assert load(path).fingerprint != load(path, unwrap=True).fingerprint
 
 
-def test_a_few_longer_lines_are_no_paragraphs() -> None:
-    table = "   Population 1901 1,204 men 1,190 women 388 children, in 1911 no more than half of them"
-    long = "\n".join([WRAPPED * 12, table])
-    assert line_width(long) == 49
-    assert unwrap_lines(long) == "\n".join([PARAGRAPHS * 12, table])
+def test_the_rows_of_a_wide_table_stay() -> None:
+    rows = [
+        f"   Population 190{year} 1,204 men 1,190 women 388 children, and in 1911 no more than half of them all"
+        for year in "123"
+    ]
+    text = "\n".join([wrapped(PARAGRAPHS * 8, 60), *rows])
+    assert unwrap_lines(text).split("\n")[-3:] == rows
 
 
 def test_wikitext_lines_are_joined_without_loss() -> None:

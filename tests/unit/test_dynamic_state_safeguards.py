@@ -24,9 +24,12 @@ from keel.streams.dynamic_state import (
     SafeguardConfig,
     TraceTelemetry,
     reference_governor,
+    safeguards,
 )
-from keel.streams.dynamic_state.governor import MEASURES, detect, detectors, govern, mode_of
-from keel.streams.dynamic_state.safeguards import NUDGE
+from keel.streams.dynamic_state.config import DynamicStateConfig
+from keel.streams.dynamic_state.dynamics import StepWeights, TokenParts
+from keel.streams.dynamic_state.governor import MEASURES, MEMORY_SIZE, SIZES, Memory, detect, detectors, govern, mode_of
+from keel.streams.dynamic_state.safeguards import NUDGE, Guarded, guarded_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic_state_support"))
 
@@ -320,3 +323,25 @@ def test_gradients_flow_through_a_guarded_pass_outside_training() -> None:
 def test_wrong_thresholds_are_refused(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         DynamicStateStream(safeguards=limits)
+
+
+@pytest.mark.parametrize("release", [safeguards.RELEASE, 0.0])
+def test_a_temporal_core_that_keeps_itself_out_of_alignment_is_let_go_of(
+    release: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its update gate all but shut, the TPC stands at one end, the query of C at the other: without a release C stays 0 for good."""
+    monkeypatch.setattr(safeguards, "RELEASE", release)
+    config = DynamicStateConfig(state_size=SIZE, safeguards={**LIMITS, "patience": PATIENCE})
+    ones, zeros, nothing = torch.ones(1, SIZE), torch.zeros(1, SIZE), torch.zeros(3 * SIZE, SIZE)
+    gates = torch.cat([zeros, 6 * ones, ones], -1)  # reset, update, new: the new value of the TPC is tanh(1)
+    one = torch.ones(1, 1)
+    parts = TokenParts(gates, ones * SIZE**-0.5, 5 * one, one, one)
+    weights = StepWeights(nothing, nothing, torch.zeros(3 * SIZE), torch.zeros(SIZE), torch.eye(SIZE))
+    before = Guarded(-0.9 * ones, zeros, zeros, torch.zeros(1, MEMORY_SIZE))
+    detected = []
+    for _ in range(60):
+        before = guarded_step(config, parts, weights, before)
+        detected.append(bool(Memory(*before.memory_BQ.split(SIZES, -1)).detected[0, FAILURES.index("alignment_break")]))
+    assert detected.index(True) == PATIENCE - 1
+    assert any(detected[PATIENCE + 16 :]) == (release == 0.0)
+    assert bool((before.tpc_BK > 0).all()) == (release > 0.0)

@@ -30,12 +30,17 @@ def test_cross_entropy_and_its_gradient_are_pytorchs(dtype: torch.dtype, toleran
     labels = torch.randint(700, (1500,))
     labels[::7] = -100
     labels[-1] = 699
-    found, expected = cross_entropy_sum(logits, labels), reference_cross_entropy_sum(logits, labels)
+    found, expected = (
+        cross_entropy_sum(logits, labels, divisor=1499),
+        reference_cross_entropy_sum(logits, labels) / 1499,
+    )
     assert found.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
-    [mine], [theirs] = grads(found / 1500, logits), grads(expected / 1500, logits)
+    [mine], [theirs] = grads(found, logits), grads(expected, logits)
     assert mine.dtype == dtype and mine[::7].eq(0).all() and theirs.abs().max() > 0
     torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+    along = float((mine.double() * theirs.double()).sum() / theirs.double().square().sum())
+    assert along == pytest.approx(1.0, abs=min(tolerance, 1e-3)), "no scale of its own"
     assert not cross_entropy_sum(logits.detach(), labels).requires_grad
 
 
@@ -60,7 +65,7 @@ def test_attention_by_products_is_attention(kind: str) -> None:
     seen = torch.rand(2, 1, 20, 20) < 0.5
     seen |= torch.eye(20, dtype=torch.bool)
     options: dict[str, Any] = {"causal": {"is_causal": True}, "mask": {"mask": seen}, "all": {}}[kind]
-    assert better_by_products(query, key)
+    assert better_by_products(query, key, value)
     found = attention(query, key, value, scale=0.3, **options)
     wide = [part.detach().double().requires_grad_() for part in (query, key, value)]
     masks = {"attn_mask": options["mask"]} if kind == "mask" else options
@@ -72,23 +77,25 @@ def test_attention_by_products_is_attention(kind: str) -> None:
         torch.testing.assert_close(a.double(), b, rtol=0.0, atol=4 * BFLOAT16 * float(b.abs().max()))
 
 
-def test_a_query_that_sees_nothing_is_finite() -> None:
+def test_a_query_that_sees_nothing_gets_nothing() -> None:
     query, key, value = (torch.randn(1, 1, 4, 8).bfloat16().requires_grad_() for _ in range(3))
-    found = attention(
-        query, key, value, mask=torch.tensor([True, True, False, False])[:, None] & torch.ones(4, 4, dtype=torch.bool)
-    )
-    assert found.isfinite().all() and all(part.isfinite().all() for part in grads(found.sum(), query, key, value))
+    mask = torch.tensor([True, False, True, False])[:, None] & torch.ones(4, 4, dtype=torch.bool)
+    found = attention(query, key, value, mask=mask)
+    assert found[0, 0, 1].eq(0).all() and found[0, 0, 3].eq(0).all() and found[0, 0, 0].ne(0).any()
+    assert all(part.isfinite().all() for part in grads(found.sum(), query, key, value))
 
 
 def test_the_fused_kernel_is_taken_where_it_is_better() -> None:
+    def better(query: Tensor, wanted: bool = True) -> bool:
+        return better_by_products(query, query, query.detach().requires_grad_(wanted))
+
     query = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
-    assert better_by_products(query, query) and not better_by_products(query.float(), query.float())
+    assert better(query) and not better(query.float()) and not better(query, wanted=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert better_by_products(query.float(), query.float())
+        assert better(query.float())
     with torch.no_grad():
-        assert not better_by_products(query, query)
-    long = torch.zeros(1, 1, 2**13, 8, dtype=torch.bfloat16)
-    assert not better_by_products(long, long)
+        assert not better(query)
+    assert not better(torch.zeros(1, 1, 2**13, 8, dtype=torch.bfloat16))
 
 
 def test_the_causal_loss_is_transformers() -> None:

@@ -246,8 +246,9 @@ def join_wikitext(lines: Iterable[Document]) -> list[Document]:
 def line_width(text: str) -> int | None:
     """Return at how many characters the lines of a text were broken, or None where they were not: where a line is a paragraph.
 
-    The width is what 98 of 100 lines keep to, the others being rows of tables. Lines that were broken there end, more often than
-    one in four, for want of room for the next word; lines that end with their paragraph, verse or statement hardly ever do.
+    The width is what four of five lines keep to: the others are the few that reach further, and rows of tables. Lines that were broken
+    there end, in two of five cases or more, for want of room for the next word; lines that end with their paragraph, verse or
+    statement do so in one of five.
     """
     lines = [line.rstrip() for line in text.split("\n")]
     lengths = sorted(len(line) for line in lines if line)
@@ -256,16 +257,21 @@ def line_width(text: str) -> int | None:
     ]
     if len(pairs) < _FEWEST_PAIRS:
         return None
-    width = lengths[int(0.98 * len(lengths))]
-    full = sum(length + 1 + word > width for length, word in pairs)
-    return width if _WIDTHS[0] <= width <= _WIDTHS[1] and full > len(pairs) / 4 else None
+    width = lengths[int(0.8 * len(lengths))]
+    full = sum(_is_full(length, word, width) for length, word in pairs)
+    return width if _WIDTHS[0] <= width <= _WIDTHS[1] and full >= 0.4 * len(pairs) else None
+
+
+def _is_full(length: int, word: int, width: int) -> bool:
+    """Whether a line of ``length`` had no room for a word: a line far longer than the width is none of running text."""
+    return length <= 1.25 * width and length + 1 + word >= width
 
 
 def unwrap_lines(text: str) -> str:
     """Join the lines that were broken at a width (``line_width``), with one space and without the second's indent.
 
-    A line is joined to the one before where its first word would have made that one longer than the width: it was broken there for want
-    of room. One that would have fitted (a heading, a row of a table, the end of a paragraph) was ended on purpose and stays. A text
+    A line is joined to the one before where its first word would have filled that one to the width: it was broken there for want of
+    room. One that would have fitted (a heading, a row of a table, the end of a paragraph) was ended on purpose and stays. A text
     whose lines were not broken is returned as it is.
     """
     width = line_width(text)
@@ -275,7 +281,7 @@ def unwrap_lines(text: str) -> str:
     before = 0  # length of the printed line before this one
     for line in text.split("\n"):
         first = line.split(maxsplit=1)[:1]
-        if before and first and before + 1 + len(first[0]) > width:
+        if before and first and _is_full(before, len(first[0]), width):
             joined[-1] += " " + line.lstrip()
         else:
             joined.append(line)

@@ -87,7 +87,7 @@ class DstgForMaskedLM(_WithHead):
         loss = None
         if labels is not None:
             count = num_items_in_batch if num_items_in_batch is not None else (labels != IGNORED).sum().clamp(min=1)
-            loss = cross_entropy_sum(picked.flatten(0, -2), labels.flatten()) / count
+            loss = cross_entropy_sum(picked.flatten(0, -2), labels.flatten(), divisor=count)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 

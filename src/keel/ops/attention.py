@@ -26,13 +26,16 @@ def attention(
 ) -> Tensor:
     """Return softmax(q kᵀ scale) v, [B, H, T, V], as ``F.scaled_dot_product_attention`` does.
 
+    By products the logits are of bfloat16, as transformers' eager attention has them: the larger they are the more of their digits are lost
+    (a weight is off by 1 % at a logit of 50, by 0.3 % at 5; with the fused kernel by 0.2 %).
+
     Args:
-        mask: bool, True where a query sees a key; it broadcasts to [B, H, T, S]. A query that sees nothing gets some finite value.
+        mask: bool, True where a query sees a key; it broadcasts to [B, H, T, S]. A query that sees nothing gets zeros.
         is_causal: query t sees keys up to t alone; without ``mask``, and T = S.
         scale: default K^-0.5.
     Reference twin: ``F.scaled_dot_product_attention``.
     """
-    if not better_by_products(query_BHTK, key_BHSK):
+    if not better_by_products(query_BHTK, key_BHSK, value_BHSV):
         return F.scaled_dot_product_attention(
             query_BHTK, key_BHSK, value_BHSV, attn_mask=mask, is_causal=is_causal, scale=scale
         )
@@ -43,12 +46,17 @@ def attention(
         logits_BHTS = logits_BHTS + logits_BHTS.new_full((length, length), -torch.inf).triu_(1)
     elif mask is not None:
         logits_BHTS = logits_BHTS.masked_fill(~mask, torch.finfo(logits_BHTS.dtype).min)
-    return torch.softmax(logits_BHTS, -1, dtype=torch.bfloat16) @ value_BHSV
+    weights_BHTS = torch.softmax(logits_BHTS, -1, dtype=torch.bfloat16)
+    if mask is not None:  # a row without a key would be even
+        weights_BHTS = weights_BHTS.masked_fill(~mask, 0.0)
+    return weights_BHTS @ value_BHSV
 
 
-def better_by_products(query_BHTK: Tensor, key_BHSK: Tensor) -> bool:
-    """Return whether ``attention`` multiplies: in bfloat16 (by autocast too), on a processor, with gradients, and not too much of it."""
+def better_by_products(query_BHTK: Tensor, key_BHSK: Tensor, value_BHSV: Tensor) -> bool:
+    """Return whether ``attention`` multiplies: in bfloat16 (by autocast too), on a processor, for gradients, and not too much of it."""
     if query_BHTK.device.type != "cpu" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if not any(part.requires_grad for part in (query_BHTK, key_BHSK, value_BHSV)):
         return False
     given = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query_BHTK.dtype
     batch, heads, length, _ = query_BHTK.shape

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -61,8 +62,8 @@ def causal_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     flat = shift_labels.reshape(-1).to(logits.device)
-    total = cross_entropy_sum(logits.view(-1, vocab_size), flat)
-    return total / ((flat != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+    count = (flat != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return cross_entropy_sum(logits.view(-1, vocab_size), flat, divisor=count)
 
 
 def _attention(
@@ -79,11 +80,11 @@ def _attention(
     """Attend as ``sdpa`` does."""
     length, keys = query_BHTK.shape[2], key_BGSK.shape[2]
     causal = attention_mask is None and (module.is_causal if is_causal is None else is_causal)
-    whole = length == keys or attention_mask is not None
+    whole = length == keys if attention_mask is None else attention_mask.dtype == torch.bool
     plain = not dropout and not any(
         kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias", "cache")
     )
-    if not (plain and whole and better_by_products(query_BHTK, key_BGSK)):
+    if not (plain and whole and better_by_products(query_BHTK, key_BGSK, value_BGSK)):
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_BHTK, key_BGSK, value_BGSK, attention_mask, dropout, scaling, is_causal, **kwargs
         )

@@ -58,7 +58,7 @@ class SafeguardConfig:
         continuity_least: T below it is fragmentation (§12.3), and a moving average of T is used instead.
         coherence_least: I_min of §12.4, the floor of I; below it half of the state's effect is withheld.
         noise_most: N_max of §12.5; N is clamped to it, and from the next token on half as much is taken up.
-        alignment_least: C_floor of §12.6, the floor of C; where it stays below, half as much is taken up.
+        alignment_least: C_floor of §12.6, the floor of C; where it stays below, half as much is taken up, and the TPC is let go of.
         change_most: Δ_max of §12.7; a longer step of the state is halved.
         change_least: a state that moves less than this is frozen (§12.8), and is nudged.
         patience: tokens that alignment, and alignment with continuity (§12.9), must fail in a row to be detected; a fixed point
