@@ -19,6 +19,8 @@ PAGE = DATA.parent / "performance.md"
 
 def main() -> None:
     """Write the page from the records named on the command line."""
+    if not sys.argv[1:]:
+        sys.exit("no record given; expected their paths, such as docs/results/data/performance.cpu.json")
     parts = ["# Performance\n", "<!-- Written by `python benchmarks/page.py RECORD…`. Do not edit: run it again. -->\n"]
     parts.append(
         "Ratios are medians over rounds in which the arms take turns; in brackets the least and the greatest.\n"

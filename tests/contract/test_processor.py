@@ -52,12 +52,12 @@ def test_a_step_is_as_without(case: Case, padding: str | None) -> None:
 
 def _names(loss: Tensor) -> set[str]:
     """The names of all functions that a loss was made by."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            todo += [before for before, _ in node.next_functions]
+            waiting += [before for before, _ in node.next_functions]
     return {node.name() for node in seen}
 
 

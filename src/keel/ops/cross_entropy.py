@@ -1,8 +1,9 @@
 """Summed cross-entropy whose gradient is made on the way forward, a part of the rows at a time: for processors.
 
-PyTorch's way back from log_softmax takes several times as long there as its way forward, and both logits and their logarithms are kept in
-float32. Here rows that fit into the cache are raised to their exponentials once, and what is kept is the gradient, in the logits' own
-precision. On a GPU PyTorch's is taken. ``benchmarks/processor.py`` has the numbers.
+PyTorch keeps both logits and their logarithms in float32, and where memory is handed out in small pages making those anew costs
+more than the arithmetic. Here rows that fit into the cache are raised to their exponentials once, and what is kept is the
+gradient, in the logits' own precision: a sixth quicker with large pages, up to several times without. On a GPU PyTorch's is
+taken. ``benchmarks/processor.py`` has the numbers.
 
 Shapes: N rows, R some of them, V vocabulary.
 """
