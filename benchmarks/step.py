@@ -63,7 +63,7 @@ def build(size: models.Size, arms: list[str], device: torch.device) -> dict[str,
 
 def training_step(model: nn.Module, size: models.Size, dtype: str, device: torch.device) -> Callable[[], None]:
     """Return one optimizer step on a fixed batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     ids_BT = torch.randint(0, size.vocabulary, (size.batch, size.length), device=device)
     targets_N = F.pad(ids_BT[:, 1:], (0, 1), value=-100).flatten()
 

@@ -19,8 +19,9 @@ import torch
 from pydantic import BaseModel
 
 from keel.data.corpora import data_root
-from keel.data.store import resolve_cache_dir
 from keel.errors import KeelError
+from keel.files import resolve_cache_dir
+from keel.ops.compiled import find_compiler
 from keel.training.build import run_that_makes
 from keel.training.recipe import Recipe, Simulation, list_recipes, load_any, recipe_scales
 
@@ -182,6 +183,12 @@ def _compiler() -> Check:
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     found = compiler or "no C++ compiler (apt install g++); models run uncompiled"
     return Check(name="torch.compile", state="ok" if compiler else "absent", found=found)
+
+
+def _c_compiler() -> Check:
+    path = find_compiler()
+    found = path or "none (apt install gcc); the dynamic state path's loop over tokens runs in Python"
+    return Check(name="C compiler", state="ok" if path else "absent", found=found)
 
 
 def _cache() -> Check:

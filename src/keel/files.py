@@ -15,6 +15,11 @@ from keel.errors import KeelError
 Content = bytes | Callable[[BinaryIO], object]
 
 
+def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
+    """Return ``cache_dir``, or the folder named by the environment variable KEEL_CACHE, or ``~/.cache/keel``."""
+    return Path(cache_dir or os.environ.get("KEEL_CACHE") or "~/.cache/keel").expanduser()
+
+
 def write_atomically(path: Path, content: Content) -> str:
     """Write a file so that at any moment either the old or the new content is there.
 

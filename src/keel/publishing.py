@@ -6,7 +6,7 @@ from pathlib import Path
 
 from keel.errors import KeelError
 from keel.evaluation.results import Reference, read_results, write_results
-from keel.report import keep_results, write_docs_page
+from keel.report import keep_results, speed_parts, write_docs_page
 from keel.training import load_recipe
 
 
@@ -27,7 +27,7 @@ def publish(files: list[Path], folder: Path) -> list[Path]:
         kept = sorted([*data.glob(f"{paper}.*.json"), *data.glob(f"{paper}/**/*.json")])
         for file in kept:
             renew_reference(file)
-        written.append(write_docs_page(kept, page))
+        written.append(write_docs_page(kept, page, speed_parts(data / "performance.cpu.json", paper)))
     return written
 
 

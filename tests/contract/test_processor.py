@@ -10,6 +10,7 @@ from cases import Case, host_cases, tokens
 from torch import Tensor
 
 from keel.positions import Positions, get_positions, set_positions
+from keel.training.labelled import head_at_labels
 from keel.training.processor import quick_on_processor
 
 
@@ -59,6 +60,29 @@ def _names(loss: Tensor) -> set[str]:
             seen.add(node)
             waiting += [before for before, _ in node.next_functions]
     return {node.name() for node in seen}
+
+
+@host_cases
+def test_a_head_for_labelled_tokens_alone_has_the_same_loss(case: Case) -> None:
+    model, ids = case.model().train(), tokens(3, 16)
+    labels = torch.full_like(ids, -100)
+    for row, place in ((0, slice(10, 13)), (1, slice(15, 16)), (2, slice(0, 2))):
+        labels[row, place] = ids[row, place]
+
+    def step(**head: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        output = model(ids, labels=labels, num_items_in_batch=5, **head)
+        output.loss.backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        return output.loss.detach(), tuple(output.logits.shape[:-1]), gradients
+
+    (loss, every, expected), (found, few, gradients) = step(), step(**head_at_labels(labels))
+    assert every == (3, 16) and few == (5,), "what would follow the last token, and the first token, are no targets"
+    torch.testing.assert_close(found, loss)
+    assert expected.keys() == gradients.keys() and len(expected) > 4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "nope"])

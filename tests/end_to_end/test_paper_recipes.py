@@ -75,8 +75,8 @@ def test_a_dynamic_state_path_is_trained_and_measured_as_the_recipe_says(tmp_pat
     """The path of DTA's recipe under safeguards, and the host that it began with: every metric that they are asked for has its name."""
     smaller = ["evaluation.dta.rows=1", "evaluation.dta.planted=1", "evaluation.dta.distances=[20]"]
     recipe = load_recipe("dta/signals", "tiny", smaller)
-    results = run_experiment(recipe, tmp_path, only=["guarded"], device="cpu", jobs=1)
-    assert set(results.arms) == {"base", "path", "guarded"}, "what an arm begins with is trained too"
+    results = run_experiment(recipe, tmp_path, only=["guarded", "without"], device="cpu", jobs=1)
+    assert set(results.arms) == {"base", "path", "without", "guarded"}, "what an arm begins with is trained too"
     found = {name: set(arm.metrics) for name, arm in results.arms.items()}
     signals = {"signal.auroc_noise", "signal.auroc_coherence"}
     text = {
@@ -90,7 +90,8 @@ def test_a_dynamic_state_path_is_trained_and_measured_as_the_recipe_says(tmp_pat
     }
     suite = {f"dta.{name}" for name in METRICS}
     table = {f"fault.{mode}.{what}" for mode in FAILURES for what in ("detected_after", "bounded", "recovered_after")}
-    assert text <= found["base"] and not (signals | suite | table) - text & found["base"]
+    for bare in ("base", "without"):
+        assert text <= found[bare] and not (signals | suite | table) - text & found[bare]
     assert text | signals | suite <= found["path"] and not table & found["path"]
     assert text | signals | suite | table | {"fault.detected", "fault.bounded", "fault.recovered"} <= found["guarded"]
     for metric in (*signals, *text):

@@ -292,3 +292,10 @@ def write_with_pictures(results: Results, folder: Path) -> Path:
     )
     data = results.model_dump(by_alias=True) | {"figures": figures}
     return write_results(Results.model_validate(data), folder / "results.json")
+
+
+def replace_metric(results: Results, arm: str, metric: str, **changes: Any) -> Results:
+    """Return results with some fields of one metric of an arm changed."""
+    data = results.model_dump(by_alias=True)
+    data["arms"][arm]["metrics"][metric] |= changes
+    return Results.model_validate(data)

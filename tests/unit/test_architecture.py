@@ -53,6 +53,7 @@ FLOORS = {
 }
 # … and from these rooms on its own floor. The pairs form no circle: `test_neighbours_form_no_circle`.
 NEIGHBOURS = {("ops", "errors"), ("files", "errors"), ("streams", "hosts"), ("streams", "trees"), ("cache", "streams")}
+NEIGHBOURS |= {("ops", "files")}  # compiled code is kept in the cache
 NEIGHBOURS |= {("experiment", "parsing")}  # a run trains the parsers of its trees
 NEIGHBOURS |= {("publishing", "report")}  # a page is the report's, what is kept beside it is not
 # Some rooms read less than the floor allows: of all that lies below them, these modules only.

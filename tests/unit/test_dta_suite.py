@@ -174,6 +174,8 @@ def test_time_lines_shade_the_disruption() -> None:
     run = roll_out(model_of(), [prompts(), 8, prompts(length=4), 8], seed=0)
     lines = {name: run.signals[name][0].tolist() for name in ("coherence", "noise")}
     drawing = draw_time_lines(lines, run.stages, "path", "Trained path", 0)
+    guarded = draw_time_lines({**lines, "governor": [0.0, 1.0, 2.0, 0.0]}, run.stages, "path", "Trained path", 0)
+    assert "governor (0 active" in guarded.wide and "governor" not in drawing.wide
     assert "I coherence" in drawing.wide and drawing.png.startswith(b"\x89PNG")
     unshaded = draw_time_lines(lines, run.stages[:2], "path", "Trained path", 0)
     assert drawing.wide.count("fill-opacity") != unshaded.wide.count("fill-opacity") or drawing.png != unshaded.png

@@ -172,6 +172,7 @@ def test_a_wrong_field_is_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_the_steps_run_on_one_thread_and_give_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, steps = [], recurrence._forward_steps
+    monkeypatch.setattr(recurrence, "_compiled_for", lambda tensor: None)
     monkeypatch.setattr(recurrence, "_forward_steps", lambda *of: seen.append(torch.get_num_threads()) or steps(*of))
     before = torch.get_num_threads()
     try:

@@ -188,8 +188,8 @@ def test_a_head_stands_nearer_to_what_it_listens_to() -> None:
     assert weight_of_the_right(corners[1]) > weight_of_the_right(corners[0]) + 0.05
 
 
-def changed(**changes: Any) -> dict[str, Any]:
-    given = load_recipe("dstg/comparison", "tiny").model_dump(mode="json")
+def changed(name: str = "comparison", **changes: Any) -> dict[str, Any]:
+    given = load_recipe(f"dstg/{name}", "tiny").model_dump(mode="json")
     for path, value in changes.items():
         *parents, last = path.split("__")
         target = given
@@ -209,9 +209,12 @@ def changed(**changes: Any) -> dict[str, Any]:
             {"evaluation__inter_model__length": 63},
             r"evaluation\.inter_model\.length, with \[CLS\] and \[SEP\]: 65 is longer",
         ),
-        ({"arms__rope_matched__match_parameters_of": "dsgt"}, "no other trained arm 'dsgt'; did you mean 'dstg'"),
-        ({"arms__rope_matched__match_parameters_of": "rope_matched"}, "no other trained arm"),
-        ({"match_parameters": True}, "in a recipe without match_parameters"),
+        (
+            {"name": "controls", "arms__rope_matched__match_parameters_of": "dsgt"},
+            "no other trained arm 'dsgt'; did you mean 'dstg'",
+        ),
+        ({"name": "controls", "arms__rope_matched__match_parameters_of": "rope_matched"}, "no other trained arm"),
+        ({"name": "controls", "match_parameters": True}, "in a recipe without match_parameters"),
     ],
 )
 def test_recipes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -235,15 +238,16 @@ def test_an_arm_has_the_parameters_of_the_one_it_names() -> None:
         def __len__(self) -> int:
             return 500
 
-    recipe = load_recipe("dstg/comparison", "small")
-    widths = matched_widths(recipe, Tokenizer())  # type: ignore[arg-type]
-    assert widths["dstg_full"] is None and widths["rope"] is None and widths["rope_matched"] is not None
     counts = {}
-    for arm, width in widths.items():
-        config = recipe.host_config(arm)
-        config.vocab_size = 500
-        config.intermediate_size = width or config.intermediate_size
-        counts[arm] = count_parameters(config)
+    for name in ("comparison", "controls"):
+        recipe = load_recipe(f"dstg/{name}", "small")
+        widths = matched_widths(recipe, Tokenizer())  # type: ignore[arg-type]
+        assert [arm for arm, width in widths.items() if width] == [arm for arm in widths if arm.endswith("_matched")]
+        for arm, width in widths.items():
+            config = recipe.host_config(arm)
+            config.vocab_size = 500
+            config.intermediate_size = width or config.intermediate_size
+            counts[arm] = count_parameters(config)
     channel = 4 * 3 * 192
     for arm in ("rope", "rp", "ap"):
         assert abs(counts[f"{arm}_matched"] - counts["dstg"]) <= channel < counts["dstg"] - counts[arm]

@@ -32,7 +32,7 @@ def test_a_process_keeps_memory_unless_the_user_said_otherwise(
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if said is not None:
         monkeypatch.setenv("MALLOC_MMAP_MAX_", said)
-    recipe: Any = SimpleNamespace(needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: False)
+    recipe: Any = SimpleNamespace(arms={}, needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: False)
     display: Any = SimpleNamespace(begin=lambda unit: None, finish=lambda unit: None)
     runner._Pool(recipe, [Unit("rope", 0)], tmp_path, None, 2, display, lambda: None).run()
     assert [environment["MALLOC_MMAP_MAX_"] for environment in given] == [expected]
@@ -71,7 +71,9 @@ def test_small_hosts_are_read_by_several_processes(
 
 
 def test_what_is_the_same_for_all_seeds_is_measured_by_one_of_them(tmp_path: Path) -> None:
-    recipe: Any = SimpleNamespace(needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: arm == "checkpoint")
+    recipe: Any = SimpleNamespace(
+        arms={}, needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: arm == "checkpoint"
+    )
     units = [Unit(arm, seed) for seed in (0, 1) for arm in ("checkpoint", "path")]
     pool = runner._Pool(recipe, units, tmp_path, None, 4, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
     started: list[Unit] = []
@@ -82,3 +84,37 @@ def test_what_is_the_same_for_all_seeds_is_measured_by_one_of_them(tmp_path: Pat
     del pool.running[Unit("checkpoint", 0)]
     assert pool._next() == Unit("checkpoint", 1)
     pool.running.clear()
+
+
+def test_what_others_wait_for_is_started_first(tmp_path: Path) -> None:
+    needs = {"base": [], "host": ["base"], "untrained": ["host"], "path": ["base"]}
+    recipe: Any = SimpleNamespace(arms=needs, needed_by=needs.__getitem__, is_same_for_all_seeds=lambda arm: False)
+    units = [Unit(arm, seed) for seed in (0, 1, 2) for arm in needs]
+    pool = runner._Pool(recipe, units, tmp_path, None, 2, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    order: list[Unit] = []
+    running: list[Unit] = []
+    while pool.waiting or running:
+        while len(running) < 2 and (unit := pool._next()) is not None:
+            order.append(unit)
+            running.append(unit)
+            pool.running[unit] = SimpleNamespace()  # type: ignore[assignment]
+        del pool.running[running.pop(0)]
+    assert order[:3] == [Unit("base", seed) for seed in (0, 1, 2)], "no seed's long chain is left for the end"
+    assert sorted(order, key=units.index) == units
+    for unit in order:
+        assert all(order.index(Unit(arm, unit.seed)) < order.index(unit) for arm in needs[unit.arm])
+
+
+def test_the_next_unit_starts_before_results_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def popen(words: list[str], **_: Any) -> SimpleNamespace:
+        happened.append(f"start {words[4]}")
+        return SimpleNamespace(stdout=io.StringIO(), wait=lambda: 0, terminate=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    recipe: Any = SimpleNamespace(arms={}, needed_by=lambda arm: [], is_same_for_all_seeds=lambda arm: False)
+    display: Any = SimpleNamespace(begin=lambda unit: None, finish=lambda unit: None)
+    units = [Unit("rope", 0), Unit("path", 0)]
+    runner._Pool(recipe, units, tmp_path, None, 1, display, lambda: happened.append("publish")).run()
+    assert happened == ["start rope", "start path", "publish", "publish"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from keel.data.questions import Question, cloze_questions, prompt_of, read_questions
 from keel.data.sources import Document
 from keel.errors import KeelError
+from keel.evaluation import options
 from keel.evaluation.items import ItemMetric, item_statistic
 from keel.evaluation.minimal_pairs import MinimalPair, minimal_pairs, read_pairs
 from keel.evaluation.multiple_choice import best, multiple_choice, requests_of
 from keel.evaluation.options import Request, option_scores, reference_scores
 from keel.evaluation.statistics import Bootstrap
 from keel.trees import Span, Tree, TreeCache
+from keel.trees.chunks import ARRAYS
 from keel.trees.corrupted import CORRUPTIONS, CorruptedSource
 from keel.trees.fields import FieldReader, could_be_label, read_fields, reader_of, row_inputs
 
@@ -93,6 +96,81 @@ def test_a_prompt_read_once_gives_what_every_option_alone_gives(kind: str, budge
         with model.disable_streams():
             bare = option_scores(model, _reader("bare"), REQUESTS)
         assert max(abs(a - b) for x, y in zip(found, bare, strict=True) for a, b in zip(x, y, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_options_go_on_apart_from_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the options goes on from the cache, and then another from the same cache; those of one token not at all."""
+    monkeypatch.setattr(options, "_PASS_TOKENS", 2)
+    model, reader = cases.model(len(TOKENIZER), **KINDS[kind]), _reader(kind)
+    requests = [
+        *REQUESTS,
+        Request("Question: Who?\nAnswer:", (" 1", " the river", " the old dog that saw the man by the river")),
+    ]
+    shapes: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    found = option_scores(model, reader, requests)
+    hook.remove()
+    lengths = [
+        len(row.ids) - row.num_prompt - 1 for one in requests for row in map(reader.read, [one.prompt] * 9, one.options)
+    ]
+    after_prompts = shapes[1:]
+    assert len(after_prompts) > 2 and sum(rows for rows, _ in after_prompts) == sum(length > 0 for length in lengths)
+    assert sum(rows * width for rows, width in after_prompts) < max(lengths) * sum(length > 0 for length in lengths)
+    for mine, theirs in zip(found, reference_scores(model, reader, requests), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9)
+
+
+class _Together(cases.MadeUpSource):
+    """Parses many texts in a call, and counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def parse_all(self, texts: Sequence[str]) -> list[list[Tree]]:
+        self.calls += 1
+        return [self.parse(text) for text in texts]
+
+
+@pytest.mark.parametrize("corruption", [None, "random"])
+@pytest.mark.parametrize("scope", ["sentence", "prefix"])
+def test_prompts_that_are_read_together_are_parsed_in_one_call(scope: Any, corruption: Any, tmp_path: Path) -> None:
+    texts = [(one.prompt, option) for one in REQUESTS for option in ("", *one.options)]
+    plain: Any = cases.MadeUpSource()
+    source = _Together()
+    given, alone = (one if corruption is None else CorruptedSource(one, corruption) for one in (source, plain))
+    reader = reader_of(TOKENIZER, source=given, scope=scope, cache=TreeCache(tmp_path / "trees.sqlite"))
+    expected = reader_of(TOKENIZER, source=alone, scope=scope)
+    rows = reader.read_all(texts)
+    assert source.calls == 1 and source.parsed > 10
+    for row, text in zip(rows, texts, strict=True):
+        other = expected.read(*text)
+        assert (row.ids, row.num_prompt, row.updated) == (other.ids, other.num_prompt, other.updated)
+        assert row.chunks is not None and other.chunks is not None and len(row.chunks) == len(other.chunks)
+        assert all(np.array_equal(getattr(row.chunks, name), getattr(other.chunks, name)) for name in ARRAYS)
+    count = source.parsed
+    again = reader_of(TOKENIZER, source=given, scope=scope, cache=TreeCache(tmp_path / "trees.sqlite"))
+    again.read_all(texts)
+    assert source.parsed == count, "all was in the cache"
+    bare = reader.read_all(texts[:2], with_trees=False)
+    assert [row.chunks for row in bare] == [None, None] and bare[1].ids == rows[1].ids
+
+
+def test_a_field_without_a_tree_is_told_by_who_reads_it() -> None:
+    class Picky(cases.MadeUpSource):
+        def parse(self, text: str) -> list[Tree]:
+            if "dog" in text:
+                raise KeelError("no tree for dogs")
+            return super().parse(text)
+
+        def parse_all(self, texts: Sequence[str]) -> list[list[Tree]]:
+            return [self.parse(text) for text in texts]
+
+    reader = reader_of(TOKENIZER, source=Picky())
+    assert [row.chunks is None for row in reader.read_all([("The cats.", ""), ("A man.", "")])] == [False, False]
+    with pytest.raises(KeelError, match="no tree for dogs"):
+        reader.read_all([("The cats saw.", ""), ("The dogs.", "")])
 
 
 def test_options_are_read_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ import keel
 from keel import cli, parsing
 from keel.data import Corpus, Document, train_bpe
 from keel.errors import KeelError
+from keel.experiment import trees as runs
+from keel.training import parse_recipe
 from keel.trees import open_source
 from keel.trees.fields import reader_of
 from keel.trees.lookup import open_lookup
-from keel.trees.parser_training import TrainingConfig
+from keel.trees.parser_training import TrainingConfig, train_parser
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
+
+from tree_cases import staged_recipe  # found through the line above
 
 pytest.importorskip("nltk", reason="the extra keel[trees] is not installed")
 
@@ -150,3 +157,32 @@ def test_prompts_of_questions_are_built_from_the_command_line(
         (tmp_path / "wrong.jsonl").write_text(f'{{"prompt": "a"}}\n{wrong}\n')
         code, _, told = _keel(capsys, "trees", "build", tmp_path / "wrong.jsonl", *command)
         assert code == 2 and "row 2: not a prompt; expected" in " ".join(told.split())
+
+
+def test_a_parser_that_an_earlier_run_trained_is_taken_again(
+    treebank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEL_CACHE", str(tmp_path / "cache"))
+    trained: list[int] = []
+
+    def train(trees: Any, training: TrainingConfig) -> Any:
+        trained.append(len(trees))
+        return train_parser(trees, training=training)
+
+    monkeypatch.setattr(runs, "train_parser", train)
+
+    def prepare(name: str, **parser: int) -> tuple[bytes, dict[str, float]]:
+        given = staged_recipe()
+        given["trees"] = {"treebank": str(treebank), "held_out": 10, "parsers": {"strong": {"epochs": 1, **parser}}}
+        given["arms"]["tree"] = {"host_of": "host", "streams": {"tree": {}}, "trees": {"source": "strong"}}
+        given["phases"] = [{"name": "joint", "steps": 1, "learning_rate": 1e-3, "learns": "questions"}]
+        runs.prepare_trees(parse_recipe(given), tmp_path / name)
+        folder = tmp_path / name / "trees"
+        return (folder / "strong.safetensors").read_bytes(), json.loads((folder / "strong.json").read_text())
+
+    first, again = prepare("first"), prepare("again")
+    assert trained == [50] and first == again and 0 <= first[1]["parser.f1"] <= 100
+    assert prepare("fewer", sentences=20)[0] != first[0] and trained == [50, 20]
+    kept = next(path for path in (tmp_path / "cache/parsers").iterdir() if path.read_bytes() == first[0])
+    kept.write_bytes(first[0][:-1])
+    assert prepare("mended")[0] == first[0] == kept.read_bytes() and trained == [50, 20, 50]

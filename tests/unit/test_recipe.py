@@ -198,6 +198,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         changed(arms__window__positions=None),
         "arms.window: with weights_of and nothing else it is 'rope' again",
     ),
+    "the host alone of a trained arm": (
+        changed(arms__rope__host_alone=True),
+        "arms.rope.host_alone: only for an arm with weights_of",
+    ),
+    "the host alone of a host": (
+        changed(arms__window__host_alone=True),
+        "arms.window.host_alone: takes the streams of 'rope' away, which has 0",
+    ),
     "embeddings of a trained arm": (
         changed(arms__rope__embedding_scale=2.0),
         "arms.rope.embedding_scale: only for an arm with weights_of",

@@ -25,6 +25,7 @@ from keel.model import KeelForCausalLM
 from keel.training import Recipe, parse_recipe, train
 from keel.training.adapters import set_trainable
 from keel.training.build import build_model
+from keel.training.labelled import head_at_labels
 from keel.training.questions import QuestionData
 from keel.training.shadow import load_with_shadow, save_with_shadow, shadow_of
 from keel.training.tree_sections import Shadow
@@ -93,6 +94,9 @@ def test_the_loss_holds_the_shadows_own(tmp_path: Path) -> None:
     own_TV = model.logits_from_hidden(state_BTD)[0, :-1]
     expected = host(IDS, labels=IDS).loss + 0.05 * torch.nn.functional.cross_entropy(own_TV, IDS[0, 1:])
     torch.testing.assert_close(model(IDS, labels=IDS).loss, expected)
+    labels = IDS.masked_fill(IDS < 9, -100)
+    alone = model(IDS, labels=labels, num_items_in_batch=4, **head_at_labels(labels)).loss
+    torch.testing.assert_close(alone, model(IDS, labels=labels, num_items_in_batch=4).loss)
 
 
 def test_saved_beside_the_bare_host_and_read_back(tmp_path: Path) -> None:

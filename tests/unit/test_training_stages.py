@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -18,10 +20,13 @@ import tree_cases as cases  # found through the line above
 from keel.data.questions import Question
 from keel.errors import KeelError
 from keel.model import KeelForCausalLM
+from keel.ops.padding import rows_of_length
 from keel.training import Recipe, parse_recipe, train
 from keel.training.adapters import add_adapters, has_adapters, merge_adapters, set_trainable
 from keel.training.build import build_model
+from keel.training.labelled import by_length
 from keel.training.questions import QuestionData, set_ramp, training_questions
+from keel.training.trainer import PhaseSettings, PhaseTrainer
 from keel.training.tree_sections import Adapters, TrainingQuestions
 from keel.trees.fields import reader_of
 
@@ -121,6 +126,71 @@ def test_a_batch_of_questions_brings_trees_and_mask() -> None:
     assert "trees" not in bare.collate([bare[0]])
     with pytest.raises(KeelError, match="none has at most 5 tokens"):
         data.samples(phases[0].model_copy(update={"window": 5}))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_step_without_the_padding_is_the_step_with_it(tmp_path: Path, smoothing: float) -> None:
+    """Long and short questions in one batch: they go through the host apart, and loss and gradients are those of all together."""
+    texts = {f"Who {'of the old cats ' * (60 * (n % 2))}was {n}?": n for n in range(4)}
+    questions = [Question(text=text, options=("one", "two words"), answer=n // 2) for text, n in texts.items()]
+    reader = reader_of(TOKENIZER, source=cases.MadeUpSource())
+    data = QuestionData(train=questions, valid=questions[:1], reader=reader, num_layers=3)
+    phase = recipe().phases_of("gtca")[2].model_copy(update={"window": 2000, "label_smoothing": smoothing})
+    model = cases.model(len(TOKENIZER), tree_scope="sentence")
+    add_adapters(model.host, Adapters(rank=2))
+    set_trainable(model, phase.trainable)
+    samples, valid = data.samples(phase)
+    settings = PhaseSettings(phase=phase, arm="a", seed=0, folder=tmp_path, logs=tmp_path, device="cpu")
+    trainer = PhaseTrainer(model, samples, valid, settings)
+    batch = samples.collate([samples[index] for index in range(4)])
+    items = batch["labels"].ne(-100).sum()
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        learning = [p for p in model.parameters() if p.requires_grad]
+        return [torch.zeros(1) if g is None else g for g in torch.autograd.grad(loss, learning, allow_unused=True)]
+
+    logits = model(**batch).logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    counted, chosen = labels >= 0, logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = -((1 - smoothing) * chosen + smoothing * logits.mean(-1))[counted].sum() / items
+    widths: list[int] = []
+    hook = model.host.base_model.register_forward_hook(lambda module, args, output: widths.append(output[0].shape[1]))
+    found = trainer.compute_loss(model, batch, num_items_in_batch=items)
+    hook.remove()
+    assert len(widths) == 2 and widths[0] * 3 < widths[1] == batch["input_ids"].shape[1]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0.0)  # transformers' loss is of float32
+    mine, theirs = gradients(found), gradients(expected)
+    assert sum(float(g.abs().max()) > 0 for g in theirs) > 10
+    for ours, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_put_apart_where_it_saves_more_than_a_pass_costs() -> None:
+    def parts(*lengths: int) -> list[list[int]]:
+        mask = torch.stack([torch.arange(max(lengths)) < length for length in lengths]).long()
+        rows = torch.arange(len(lengths))[:, None].expand_as(mask)
+        found = by_length({"input_ids": rows, "attention_mask": mask, "trees": {"left": rows[:, :1]}})
+        for part in found:
+            assert part["attention_mask"].shape[1] == max(lengths[row] for row in part["input_ids"][:, 0])
+            assert torch.equal(part["trees"]["left"], part["input_ids"][:, :1])
+        return [part["input_ids"][:, 0].tolist() for part in found]
+
+    assert parts(500, 100, 90, 110) == [[1, 2, 3], [0]]
+    assert parts(200, 100, 190) == [[0, 1, 2]]
+    assert parts(294, 131, 193, 222, 131, 221, 131, 160) == [[1, 4, 6], [2, 3, 5, 7], [0]]
+    assert parts(1000, 100, 500, 90, 480) == [[1, 3], [2, 4], [0]]
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = [rng.randrange(1, 60) for _ in range(6)]
+        costs = []
+        for cuts in itertools.product([False, True], repeat=5):  # every way to cut the rows in order of length
+            begins = [0, *(place for place, cut in enumerate(cuts, 1) if cut), 6]
+            groups = [sorted(lengths)[a:b] for a, b in itertools.pairwise(begins)]
+            costs.append(sum(len(group) * max(group) + 30 for group in groups))
+        found = rows_of_length(lengths, 30)
+        assert sorted(row for group in found for row in group) == list(range(6))
+        assert sum(len(group) * max(lengths[row] for row in group) + 30 for group in found) == min(costs)
+    assert len(by_length({"input_ids": torch.ones(2, 3)})) == 1
 
 
 def test_merged_adapters_compute_the_same(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from keel.errors import KeelError
 from keel.hosts import HostShape
+from keel.streams import tree
 from keel.streams.base import PassInputs
 from keel.streams.tree import TreeFlow, TreeStream, reference_memory, reference_read
 from keel.trees import Span, Tree, collate, fixed_chunks, prefix_chunks, sentence_chunks, token_spans
@@ -128,6 +129,27 @@ def test_values_and_every_gradient_equal_the_references(scope: Scope, fields: di
     ):
         torch.testing.assert_close(mine, theirs, **TOLERANCE)
         assert theirs.abs().max() > 0
+
+
+def test_filling_is_skipped_and_bfloat16_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers have chunks of their own number; what is skipped changes nothing, and products stand for the fused kernel."""
+    rows = [_chunks(length, "sentence", seed=length) for length in ROWS]
+    trees, hidden = collate(rows, LAYERS), [_normal(3, LENGTH, WIDTH, seed=10 + layer) for layer in range(LAYERS)]
+    inputs = PassInputs(embeddings_BTD=_normal(3, LENGTH, WIDTH, seed=1), attended_BT=PADDED, trees=trees)
+    filled = [tree._filled(trees["first"][:, layer], trees["last"][:, layer]) for layer in range(LAYERS)]
+    assert min(filled) < max(filled) == trees["chunk"].shape[2]
+    stream = _stream(coefficient=0.5)
+    skipped = _write(stream, inputs, hidden)[1]
+    monkeypatch.setattr(tree, "_filled", lambda first_BP, last_BP: first_BP.shape[1])
+    torch.testing.assert_close(skipped, _write(stream, inputs, hidden)[1], **TOLERANCE)
+    assert skipped.abs().max() > 1e-3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        added = _write(stream.float(), dataclasses.replace(inputs, embeddings_BTD=inputs.embeddings_BTD.float()), [
+            one.float() for one in hidden
+        ])[1]  # fmt: skip
+    torch.testing.assert_close(
+        added[:, PADDED].double(), skipped[:, PADDED], rtol=0.05, atol=0.06
+    )  # every product is rounded
 
 
 def test_chunk_memory_is_a_mean_projected_and_normed() -> None:

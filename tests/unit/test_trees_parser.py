@@ -17,7 +17,7 @@ from keel.trees.evalb import PUNCTUATION, Score, brackets, score
 from keel.trees.parser import ParserConfig, SpanParser, features_of, load_parser, save_parser
 from keel.trees.parser_training import TrainingConfig, to_example, train_parser
 from keel.trees.sources import open_source
-from keel.trees.trained import tree_of
+from keel.trees.trained import ParserSource, tree_of
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
@@ -201,6 +201,22 @@ def test_running_text_has_a_tree_a_sentence(trained: SpanParser, tmp_path: Path)
     assert "The king" in {text[span.start : span.end] for span in trees[0].spans if span.label == "NP"}
     assert source.parse(" \n ") == [] and len(source.version) == 16
     assert len(source.parse("word " * 400)) == 3
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["Don't \"stop\" the (old) man's dog.", "``Well,'' he said--twice.", "It cost $5.50; they'll pay.", "'\" a \"'"],
+)
+def test_words_of_a_sentence_are_nltks(trained: SpanParser, tmp_path: Path, sentence: str) -> None:
+    tokenize = pytest.importorskip("nltk.tokenize").NLTKWordTokenizer()
+    save_parser(trained, tmp_path / "p.safetensors")
+    source = ParserSource(tmp_path / "p.safetensors")
+    words, places = zip(*source._cut(sentence), strict=True)
+    try:
+        assert list(places) == list(tokenize.span_tokenize(sentence))
+        assert list(words) == tokenize.tokenize(sentence)
+    except ValueError:  # of nltk, which does not find its own words there
+        assert " ".join(words) == sentence
 
 
 def test_constituents_become_a_tree() -> None:

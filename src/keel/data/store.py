@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,11 +17,6 @@ from keel.files import Content, write_atomically
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
-    """Return ``cache_dir``, or the folder named by the environment variable KEEL_CACHE, or ``~/.cache/keel``."""
-    return Path(cache_dir or os.environ.get("KEEL_CACHE") or "~/.cache/keel").expanduser()
 
 
 def write_cached(path: Path, content: Content) -> str:

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from keel.data.corpora import Corpus, split_fingerprint
-from keel.data.store import resolve_cache_dir, write_cached
+from keel.data.store import write_cached
 from keel.errors import KeelError
+from keel.files import resolve_cache_dir
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"

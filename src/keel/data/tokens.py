@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from keel.data.corpora import Corpus, split_fingerprint
 from keel.data.sources import Document
-from keel.data.store import load_arrays, resolve_cache_dir, save_arrays
+from keel.data.store import load_arrays, save_arrays
 from keel.data.tokenizers import check_tokenizer
 from keel.errors import KeelError
+from keel.files import resolve_cache_dir
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Longs = np.ndarray[Any, np.dtype[np.int64]]

@@ -151,7 +151,7 @@ def _train(
     a_pass = len(train) // batch_size
     steps = a_pass * settings.epochs
     warmup = max(1, round(_WARMUP * steps))
-    optimizer = torch.optim.AdamW(_groups(model, decay), lr=rate)
+    optimizer = torch.optim.AdamW(_groups(model, decay), lr=rate, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
     )

@@ -8,15 +8,20 @@ Shapes: B prompts, P tokens of a prompt, N options, C tokens of an option, V voc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
+from keel.ops.padding import rows_of_length
 from keel.trees.fields import FieldReader, Row, padded_left, row_inputs
+
+_READ_AT_ONCE = 128  # requests
+_PASS_TOKENS = 128  # a pass of its own costs a small host as much as so many tokens more, on a processor
 
 
 class Request(NamedTuple):
@@ -79,9 +84,7 @@ def scored_options(
         token_budget: most tokens in one forward pass, or one request.
         progress: called with the number of finished requests.
     """
-    prompts = sorted(
-        (_read(reader, index, request) for index, request in enumerate(requests)), key=lambda one: one.cost
-    )
+    prompts = sorted(_read(reader, requests), key=lambda one: one.cost)
     scores: list[list[Scored]] = [[] for _ in requests]
     done = 0
     with evaluating(model):
@@ -94,8 +97,13 @@ def scored_options(
     return scores
 
 
-def _read(reader: FieldReader, index: int, request: Request) -> _Prompt:
-    return _Prompt(index, reader.read(request.prompt), [reader.read(request.prompt, one) for one in request.options])
+def _read(reader: FieldReader, requests: Sequence[Request]) -> Iterator[_Prompt]:
+    """Read requests, many at once, so that their fields are parsed together."""
+    for begin in range(0, len(requests), _READ_AT_ONCE):
+        some = requests[begin : begin + _READ_AT_ONCE]
+        rows = iter(reader.read_all([(one.prompt, option) for one in some for option in ("", *one.options)]))
+        for number, request in enumerate(some, begin):
+            yield _Prompt(number, next(rows), [next(rows) for _ in request.options])
 
 
 def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Prompt]]:
@@ -118,42 +126,53 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
     ids_BP = torch.tensor([padded_left(list(one.alone.ids), longest, 0) for one in batch], device=device)
     attended_BP = torch.tensor([padded_left([1] * one.alone.num_prompt, longest, 0) for one in batch], device=device)
     options = [row for one in batch for row in one.rows]
-    width = max(len(row.ids) - row.num_prompt for row in options)
-    goes_on = width > 1  # an option of one token is predicted by the prompt alone
+    owners = [index for index, one in enumerate(batch) for _ in one.rows]
+    longer = [n for n, row in enumerate(options) if len(row.ids) > row.num_prompt + 1]
     output = model(
         ids_BP,
         attention_mask=attended_BP,
         position_ids=_positions(attended_BP),
-        use_cache=goes_on,
+        use_cache=bool(longer),  # an option of one token is predicted by the prompt alone
         logits_to_keep=1,
         **row_inputs([one.alone for one in batch], num_layers(model), longest, device),
     )
-    owner_N = torch.tensor([index for index, one in enumerate(batch) for _ in one.rows], device=device)
-    logits_NCV = output.logits[owner_N].float()
-    if goes_on:
-        behind_NC = torch.tensor([_behind(row, width - 1, 0) for row in options], device=device)
-        filled_NC = torch.tensor([_behind(row, width - 1, None) for row in options], device=device)
-        attended_NS = torch.cat([attended_BP[owner_N], filled_NC], 1)
-        cache = output.past_key_values
-        cache.batch_select_indices(owner_N)
-        output = model(
-            behind_NC,
-            attention_mask=attended_NS,
-            position_ids=_positions(attended_NS)[:, longest:],
-            past_key_values=cache,
-            use_cache=True,
-            **row_inputs(options, num_layers(model), longest, device),
-        )
-        logits_NCV = torch.cat([logits_NCV, output.logits.float()], 1)
-    logs_NCV = logits_NCV.log_softmax(-1)
+    logs_BV = output.logits[:, -1].float().log_softmax(-1)
+    logs = [logs_BV[owner, None] for owner in owners]
+    cost = _PASS_TOKENS if torch.device(device).type == "cpu" else 2**63
+    groups = rows_of_length([len(options[n].ids) - options[n].num_prompt for n in longer], cost)
+    for number, group in enumerate(groups, 1):
+        chosen = [longer[place] for place in group]
+        cache = output.past_key_values if number == len(groups) else copy.deepcopy(output.past_key_values)
+        owner_N = torch.tensor([owners[n] for n in chosen], device=device)
+        behind_NCV = _go_on(model, [options[n] for n in chosen], owner_N, cache, attended_BP)
+        for n, behind_CV in zip(chosen, behind_NCV, strict=True):
+            logs[n] = torch.cat([logs[n], behind_CV[: len(options[n].ids) - options[n].num_prompt - 1]])
     found: list[list[Scored]] = [[] for _ in batch]
-    for owner, row, logs_CV in zip(owner_N.tolist(), options, logs_NCV, strict=True):
-        targets_C = torch.tensor(row.ids[row.num_prompt :], device=device)
-        logs_CV = logs_CV[: len(targets_C)]
-        scored_C = logs_CV.gather(1, targets_C[:, None])
-        greedy = bool((logs_CV.argmax(-1) == targets_C).all())
-        found[owner].append(Scored(float(scored_C.double().sum()), greedy))
+    for owner, row, logs_CV in zip(owners, options, logs, strict=True):
+        ids_C = torch.tensor(row.ids[row.num_prompt :], device=device)
+        scores_C = logs_CV.gather(-1, ids_C.unsqueeze(-1)).squeeze(-1)
+        found[owner].append(Scored(float(scores_C.double().sum()), bool((logs_CV.argmax(-1) == ids_C).all())))
     return found
+
+
+def _go_on(model: KeelForCausalLM, options: list[Row], owner_N: Tensor, cache: Any, attended_BP: Tensor) -> Tensor:
+    """Return the log-probabilities behind each token of options but the last, [N, C - 1, V], from the cache of their prompts."""
+    width, device = max(len(row.ids) - row.num_prompt for row in options), attended_BP.device
+    behind_NC = torch.tensor([_behind(row, width - 1, 0) for row in options], device=device)
+    filled_NC = torch.tensor([_behind(row, width - 1, None) for row in options], device=device)
+    attended_NS = torch.cat([attended_BP[owner_N], filled_NC], 1)
+    cache.batch_select_indices(owner_N)
+    longest = attended_BP.shape[1]
+    output = model(
+        behind_NC,
+        attention_mask=attended_NS,
+        position_ids=_positions(attended_NS)[:, longest:],
+        past_key_values=cache,
+        use_cache=True,
+        **row_inputs(options, num_layers(model), longest, device),
+    )
+    logs_NCV: Tensor = output.logits.float().log_softmax(-1)
+    return logs_NCV
 
 
 def _behind(row: Row, width: int, filling: int | None) -> list[int]:

@@ -85,6 +85,7 @@ class Arm(_Model):
     label: Name
     streams: list[Name] = []
     weights_of: Name | None = None
+    stage: StrictBool = False
     params_total: Count
     params_trainable: Count
     train_tokens_per_s: Positive | None

@@ -171,6 +171,7 @@ def _arm(recipe: Recipe, arm: str, statistics: Statistics, out: Path) -> Arm:
         label=recipe.label_of(arm),
         streams=streams_of(recipe, arm),
         weights_of=lender,
+        stage=recipe.arms[arm].stage,
         params_total=trained[0].params_total,
         params_trainable=trained[0].params_trainable,
         train_tokens_per_s=sum(report.tokens_per_s for report in own) / len(own) or None if own else None,

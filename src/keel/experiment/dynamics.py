@@ -25,7 +25,7 @@ from keel.experiment.subject import Subject
 from keel.files import write_atomically
 from keel.streams import DynamicStateStream
 
-TIME_LINES = ("coherence", "alignment", "noise", "continuity", "substrate")
+TIME_LINES = ("coherence", "alignment", "noise", "continuity", "substrate", "governor")
 
 
 def measure_signals(subject: Subject) -> list[ItemMetric]:
@@ -90,8 +90,9 @@ def generation_nll(model: Any, segments: list[Segment], *, device: torch.device 
 
 
 def _time_lines(run: Rollout) -> dict[str, Any]:
-    """The signals of the first row, and where it was disrupted."""
-    return {"signals": {name: run.signals[name][0].tolist() for name in TIME_LINES}, "stages": run.stages}
+    """The signals of the first row, a governor's where there is one, and where it was disrupted."""
+    lines = {name: run.signals[name][0].tolist() for name in TIME_LINES if name in run.signals}
+    return {"signals": lines, "stages": run.stages}
 
 
 def measure_faults(subject: Subject) -> list[ItemMetric]:

@@ -50,7 +50,7 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-_MAY_CHANGE = {"evaluation", "seeds", "title", "serves", "expected_minutes", "reference", "label", "control"}
+_MAY_CHANGE = {"evaluation", "seeds", "title", "serves", "expected_minutes", "reference", "label", "control", "stage"}
 
 
 def run_experiment(
@@ -126,6 +126,11 @@ def _units(recipe: Recipe, only: Sequence[str] | None) -> list[Unit]:
 def _depth(recipe: Recipe, arm: str) -> int:
     """How many arms must be finished before this one."""
     return max((1 + _depth(recipe, other) for other in recipe.needed_by(arm)), default=0)
+
+
+def _height(recipe: Recipe, arm: str) -> int:
+    """How many arms wait for this one, one after the other."""
+    return max((1 + _height(recipe, other) for other in recipe.arms if arm in recipe.needed_by(other)), default=0)
 
 
 def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
@@ -262,9 +267,8 @@ class _Pool:
     def run(self) -> None:
         """Run all units.  Raises: KeelError for the first that fails, after the others were stopped."""
         try:
-            while self.waiting or self.running:
-                while len(self.running) < self.jobs and (unit := self._next()) is not None:
-                    self._start(unit)
+            self._fill()
+            while self.running:
                 unit, event = self.events.get()
                 if event is None:
                     self._finish(unit)
@@ -275,16 +279,25 @@ class _Pool:
         finally:
             self._stop_all()
 
+    def _fill(self) -> None:
+        while len(self.running) < self.jobs and (unit := self._next()) is not None:
+            self._start(unit)
+
     def _next(self) -> Unit | None:
-        for unit in self.waiting:
-            needed = [Unit(arm, unit.seed) for arm in self.recipe.needed_by(unit.arm)]
-            # What does not differ from seed to seed is measured once: the other seeds take it over when it is done.
-            shared = self.recipe.is_same_for_all_seeds(unit.arm)
-            twins = [other for other in self.running if shared and other.arm == unit.arm]
-            if not twins and not any(other in self.waiting or other in self.running for other in needed):
-                self.waiting.remove(unit)
-                return unit
-        return None
+        """Take from those that wait the one whose weights are most waited for, so that no long chain is left for the end."""
+        ready = [unit for unit in self.waiting if self._can_start(unit)]
+        if not ready:
+            return None
+        unit = max(ready, key=lambda unit: _height(self.recipe, unit.arm))  # of several the first
+        self.waiting.remove(unit)
+        return unit
+
+    def _can_start(self, unit: Unit) -> bool:
+        needed = [Unit(arm, unit.seed) for arm in self.recipe.needed_by(unit.arm)]
+        # What does not differ from seed to seed is measured once: the other seeds take it over when it is done.
+        shared = self.recipe.is_same_for_all_seeds(unit.arm)
+        twins = [other for other in self.running if shared and other.arm == unit.arm]
+        return not twins and not any(other in self.waiting or other in self.running for other in needed)
 
     def _start(self, unit: Unit) -> None:
         folder = unit.folder(self.out)
@@ -322,6 +335,7 @@ class _Pool:
             raise KeelError(
                 f"arm {unit.arm!r}, seed {unit.seed}: its process {reason}{memory}; see {log}, go on with --resume"
             )
+        self._fill()  # first: to gather what all units found takes seconds, in which a core would lie idle
         self.publish()
         self.display.finish(unit)
 

@@ -12,6 +12,7 @@ NAMES = {
     "noise": "N noise",
     "continuity": "T continuity",
     "substrate": "S substrate",
+    "governor": "governor (0 active, 1 safe mode, 2 cool-down)",
 }
 _GAP = 0.35  # of a strip's height, between two strips
 
@@ -36,16 +37,17 @@ def draw_time_lines(
         axes.axvspan(*stages[0], color=canvas.palette["rule"], alpha=0.5, linewidth=0, zorder=0)
         for index, (signal, values) in enumerate(signals.items()):
             floor = -index * height
-            most = max(1.0, *values)
+            most = 2.0 if signal == "governor" else max(1.0, *values)
             axes.plot(
                 range(len(values)),
                 [floor + value / most for value in values],
                 color=canvas.palette[f"series-{0 if signal != 'noise' else 1}"],
                 linewidth=0.8,
                 zorder=2,
+                drawstyle="steps-post" if signal == "governor" else "default",
             )
             axes.axhline(floor, color=canvas.palette["rule"], linewidth=0.6, zorder=1)
-            text = NAMES[signal] + ("" if most == 1.0 else f", top {most:.3g}")
+            text = NAMES[signal] + ("" if most == 1.0 or signal == "governor" else f", top {most:.3g}")
             axes.text(
                 0, floor + 1.04, text, fontsize=canvas.font_size, color=canvas.palette["ink"], va="bottom", zorder=3
             )

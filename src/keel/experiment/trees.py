@@ -2,25 +2,31 @@
 
 OUT/trees/<name>.safetensors    a parser of the recipe's ``trees.parsers``
 OUT/trees/<name>.json           what it scored on the held-out trees; written last, so that its presence means done
+KEEL_CACHE/parsers/             parsers and scores by what made them, for other runs that want the same
 OUT/trees/<scope>.sqlite        chunks of every field that was read, shared by all arms and seeds
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from keel import parsing
 from keel.data.corpora import data_root
+from keel.data.store import write_cached
 from keel.errors import KeelError
-from keel.files import write_atomically
+from keel.files import resolve_cache_dir, write_atomically
 from keel.parsing import score_parser
 from keel.training import Recipe
 from keel.training.questions import QuestionData, training_questions
 from keel.training.tree_sections import Parser, Trees
+from keel.trees import brackets, charts, evalb, parser, parser_training
 from keel.trees.brackets import read_brackets
 from keel.trees.cache import TreeCache
 from keel.trees.corrupted import CorruptedSource
@@ -49,13 +55,50 @@ def _train(trees: Trees, wanted: Parser, out: Path, name: str) -> None:
     assert trees.treebank is not None
     given = trees.treebank
     path = data_root() / given.removeprefix("data:") if given.startswith("data:") else Path(given).expanduser()
+    made = _made_once(path, trees.held_out, wanted)
+    weights, scores = made if made is not None else _make(path, trees, wanted)
+    write_atomically(_weights(out, name), weights)
+    write_atomically(_scores(out, name), json.dumps(scores).encode())
+
+
+def _make(path: Path, trees: Trees, wanted: Parser) -> tuple[bytes, dict[str, float]]:
+    """Train and score a parser, and keep it for other runs that want the same."""
     bank = read_brackets(path)
     if len(bank) <= trees.held_out:
-        raise KeelError(f"trees.treebank {given}: {len(bank)} trees, {trees.held_out} are held out; hold out fewer")
-    parser = train_parser(bank[: -trees.held_out][: wanted.sentences], training=TrainingConfig(epochs=wanted.epochs))
-    (out / "trees").mkdir(parents=True, exist_ok=True)
-    save_parser(parser, _weights(out, name))
-    write_atomically(_scores(out, name), json.dumps(score_parser(parser, bank[-trees.held_out :])).encode())
+        raise KeelError(
+            f"trees.treebank {trees.treebank}: {len(bank)} trees, {trees.held_out} are held out; hold out fewer"
+        )
+    trained = train_parser(bank[: -trees.held_out][: wanted.sentences], training=TrainingConfig(epochs=wanted.epochs))
+    scores = score_parser(trained, bank[-trees.held_out :])
+    kept = _kept(path, trees.held_out, wanted)
+    digest = save_parser(trained, kept)
+    write_cached(kept.with_suffix(".json"), json.dumps({"sha256": digest, "scores": scores}).encode())
+    return kept.read_bytes(), scores
+
+
+def _made_once(path: Path, held_out: int, wanted: Parser) -> tuple[bytes, dict[str, float]] | None:
+    """Return weights and scores of a parser that an earlier run made alike, None where there is none or it is damaged."""
+    kept = _kept(path, held_out, wanted)
+    try:
+        about, weights = json.loads(kept.with_suffix(".json").read_bytes()), kept.read_bytes()
+        return (weights, about["scores"]) if hashlib.sha256(weights).hexdigest() == about["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _kept(path: Path, held_out: int, wanted: Parser) -> Path:
+    """Return where the parser is kept that this treebank, these settings and this code make."""
+    try:
+        treebank = path.read_bytes()
+    except OSError as error:
+        raise KeelError(f"trees.treebank {path} cannot be read ({error.strerror}); give a file of brackets") from error
+    code = [
+        Path(str(module.__file__)).read_bytes()
+        for module in (brackets, charts, evalb, parser, parser_training, parsing)
+    ]
+    said = json.dumps([wanted.model_dump(), held_out, torch.__version__]).encode()
+    digests = b"".join(hashlib.sha256(part).digest() for part in (treebank, said, *code))
+    return resolve_cache_dir(None) / "parsers" / f"{hashlib.sha256(digests).hexdigest()[:32]}.safetensors"
 
 
 def _weights(out: Path, name: str) -> Path:

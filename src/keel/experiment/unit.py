@@ -141,6 +141,8 @@ def evaluate_unit(
     kind = KeelForCausalLM if recipe.data.masking is None else DstgForMaskedLM
     after = recipe.arms[unit.arm].weights_after
     model = load_with_shadow(kind, lender.folder(out) / ("model" if after is None else f"after_{after}"))
+    if recipe.arms[unit.arm].host_alone:
+        model = attach(model.detach(), {})
     if lender != unit and recipe.arms[unit.arm].streams:
         model = _with_own_streams(model, recipe, unit)
         write_model(model, data.tokenizer, unit.folder(out) / "model")

@@ -47,7 +47,7 @@ def attention(
     elif mask is not None:
         logits_BHTS = logits_BHTS.masked_fill(~mask, torch.finfo(logits_BHTS.dtype).min)
     weights_BHTS = torch.softmax(logits_BHTS, -1, dtype=torch.bfloat16)
-    if mask is not None:  # a row without a key would be even
+    if mask is not None and not mask.any(-1).all():  # a row without a key would be even
         weights_BHTS = weights_BHTS.masked_fill(~mask, 0.0)
     return weights_BHTS @ value_BHSV
 

@@ -8,7 +8,7 @@ its states are then put back to their columns. No shape depends on the data, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -100,3 +100,22 @@ def run_padded(
     states_BTGH = unpack(packed_GBTH.permute(1, 2, 0, 3), mask_BT, initial_BGH)
     states_GBTH = states_BTGH.permute(2, 0, 1, 3)
     return states_GBTH.to(inputs_BTD.dtype), states_GBTH[:, :, -1]
+
+
+def rows_of_length(lengths: Sequence[int], cost: int) -> list[list[int]]:
+    """Put rows of about the same length together, so that padded tokens and passes cost the least in all.
+
+    Args: cost: of a pass of its own, in padded tokens.
+    Returns: the indices of all rows, in groups from short to long, ascending in each.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # best[k]: what the k shortest rows cost, and where the last of their groups begins.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end, row in enumerate(order, 1):
+        best.append(min((best[begin][0] + (end - begin) * lengths[row] + cost, begin) for begin in range(end)))
+    groups, end = [], len(order)
+    while end:
+        begin = best[end][1]
+        groups.append(sorted(order[begin:end]))
+        end = begin
+    return groups[::-1]

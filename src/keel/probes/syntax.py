@@ -104,7 +104,7 @@ def word_states(
     table_VD = torch.randn(tuple(embeddings.weight.shape), generator=torch.Generator().manual_seed(seed))
     for begin in range(0, len(order), _BATCH):
         batch = order[begin : begin + _BATCH]
-        rows = [reader.read(sentences[index].text) for index in batch]
+        rows = reader.read_all([(sentences[index].text, "") for index in batch])
         longest = max(len(row.ids) for row in rows)
         ids_BT = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
         attended_BT = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows])

@@ -30,16 +30,17 @@ class Contrast:
 
 
 def ranking(results: Results, metric: str, *, streams: bool | None = None) -> list[str]:
-    """Return the arms that measured a metric, best first; `streams` keeps only those with (True) or without (False).
+    """Return the arms that measured a metric, best first.
 
-    A metric of which neither end is better ranks nobody.
+    `streams` keeps only those with (True) or without (False), and no stage of another arm: what it asks for is who wins. A metric of which
+    neither end is better ranks nobody.
     """
     measured: list[tuple[float, str]] = []
     for name, arm in results.arms.items():
         value = mean_of(arm, metric)
         if value is None or arm.metrics[metric].higher_is_better is None:
             continue
-        if not math.isnan(value) and streams in (None, bool(arm.streams)):
+        if not math.isnan(value) and (streams is None or (streams == bool(arm.streams) and not arm.stage)):
             measured.append((-value if arm.metrics[metric].higher_is_better else value, name))
     return [name for _, name in sorted(measured, key=lambda pair: pair[0])]
 

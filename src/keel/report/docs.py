@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
@@ -15,12 +16,13 @@ from keel.report.reproduction import Finding
 from keel.report.tables import Cell, Table, beside_paper_table
 
 
-def write_docs_page(results: list[Path], page: Path) -> Path:
+def write_docs_page(results: list[Path], page: Path, more: Sequence[str] = ()) -> Path:
     """Write a Markdown page, and its figures into `figures/` beside it; return the path of the page.
 
     Args:
         results: results files; where they lie under the page's folder the page links to them.
         page: the file to write, such as `docs/results/s_former.md`.
+        more: Markdown to stand at its end.
     Raises: KeelError for a bad results file, none at all, or a page that cannot be written.
     """
     sections = load_sections(results, page.parent)
@@ -34,6 +36,7 @@ def write_docs_page(results: list[Path], page: Path) -> Path:
     for section, path in zip(sections, results, strict=True):
         parts += [f'<a id="{_anchor(section)}"></a>\n'] if several else []
         parts += _section_parts(section, path, page)
+    parts += more
     write_atomically(page, ("\n".join(parts).rstrip() + "\n").encode())
     return page
 

@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ from transformers import initialization as init
 
 from keel.errors import KeelError, ShapeError, suggest
 from keel.hosts import HostShape
+from keel.ops.attention import attention, better_by_products
 from keel.ops.padding import take_columns
 from keel.ops.spans import span_means
 from keel.streams.base import Flow, PassInputs, PassResult, State, Stream
@@ -267,8 +268,9 @@ class TreeStream(Stream):
         places_BRP = chunk_BRP // size * (batch * size) + rows_B11 + chunk_BRP % size
         read_ND = chunks_BHMD.transpose(0, 1).flatten(0, 2).index_select(0, places_BRP.flatten())
         read_BRPD = read_ND.unflatten(0, chunk_BRP.shape)
+        filled = [_filled(first_BRP[:, index], last_BRP[:, index]) for index in range(len(layers))]
         keys, values = (
-            torch.einsum("brpd,rkd->brpk", read_BRPD, weight).unflatten(-1, (self.groups, self.head_size))
+            _mapped(read_BRPD, weight, filled).unflatten(-1, (self.groups, self.head_size))
             for weight in (self.weight_key, self.weight_value)
         )
         return ChunkMemory(keys_BRPGK=keys, values_BRPGK=values, first_BRP=first_BRP, last_BRP=last_BRP)
@@ -310,19 +312,17 @@ class TreeStream(Stream):
         memory, index = flow.memory, self.layer_index[layer]
         assert memory is not None
         position_BT1 = flow.index_BT.unsqueeze(-1)
-        first_B1P, last_B1P = memory.first_BRP[:, None, index], memory.last_BRP[:, None, index]
+        filled = _filled(memory.first_BRP[:, index], memory.last_BRP[:, index])
+        first_B1P, last_B1P = memory.first_BRP[:, None, index, :filled], memory.last_BRP[:, None, index, :filled]
         visible_BTP = (first_B1P <= position_BT1) & (position_BT1 <= last_B1P)
         if flow.document_BT is not None:
             visible_BTP = visible_BTP & (first_B1P >= flow.document_BT.unsqueeze(-1))
         some_BT1 = visible_BTP.any(-1, keepdim=True)
         queries_BQTK = _heads(F.linear(hidden_BTD, self.weight_query[index]), self.heads)
-        keys_BGPK = memory.keys_BRPGK[:, index].transpose(1, 2).to(queries_BQTK.dtype)
-        values_BGPK = memory.values_BRPGK[:, index].transpose(1, 2).to(queries_BQTK.dtype)
+        keys_BGPK = memory.keys_BRPGK[:, index, :filled].transpose(1, 2).to(queries_BQTK.dtype)
+        values_BGPK = memory.values_BRPGK[:, index, :filled].transpose(1, 2).to(queries_BQTK.dtype)
         # Where nothing is visible all is, and the outcome is thrown away: a row without any key would be no number.
-        mixed_BQTK = F.scaled_dot_product_attention(
-            queries_BQTK, keys_BGPK, values_BGPK,
-            attn_mask=(visible_BTP | ~some_BT1).unsqueeze(1), enable_gqa=self.heads != self.groups,
-        )  # fmt: skip
+        mixed_BQTK = _attend(queries_BQTK, keys_BGPK, values_BGPK, (visible_BTP | ~some_BT1).unsqueeze(1))
         mixed_BTQK = mixed_BQTK.transpose(1, 2).masked_fill(~some_BT1.unsqueeze(-1), 0.0)
         if self.config.gate == "head":
             gate_BTQ = torch.sigmoid(F.linear(hidden_BTD, self.weight_gate[index]))
@@ -351,6 +351,42 @@ def _kept(state: State, seen_B: Tensor) -> ChunkMemory:
     memory = ChunkMemory(**{name: state[name] for name in _MEMORY})
     last_BRP = torch.where(memory.first_BRP < seen_B[:, None, None], memory.last_BRP, -1)
     return dataclasses.replace(memory, last_BRP=last_BRP)
+
+
+def _filled(first_BP: Tensor, last_BP: Tensor) -> int:
+    """Return how many of the places of a layer hold a chunk in some row, at least 1: what lies behind is filling.
+
+    Layers have chunks of their own height, most of them few; places are as many as the one with most needs. Only on a processor:
+    elsewhere the look would wait for the device.
+    """
+    places = first_BP.shape[1]
+    if torch.compiler.is_compiling() or first_BP.device.type != "cpu":
+        return places
+    used_P = (last_BP >= first_BP).any(0)
+    return max(1, int((used_P * torch.arange(1, places + 1)).max()))
+
+
+def _mapped(read_BRPD: Tensor, weight_RKD: Tensor, filled: Sequence[int]) -> Tensor:
+    """Return what every layer makes of its chunks, [B, R, P, K], and zeros behind the ``filled`` places of each."""
+    places = read_BRPD.shape[2]
+    if min(filled) == places:
+        return torch.einsum("brpd,rkd->brpk", read_BRPD, weight_RKD)
+    rows = [
+        F.pad(F.linear(read_BRPD[:, layer, :count], weight_RKD[layer]), (0, 0, 0, places - count))
+        for layer, count in enumerate(filled)
+    ]
+    return torch.stack(rows, 1)
+
+
+def _attend(query_BQTK: Tensor, key_BGPK: Tensor, value_BGPK: Tensor, mask_B1TP: Tensor) -> Tensor:
+    """Return what each query reads of the chunks that it sees, [B, Q, T, K]."""
+    heads, groups = query_BQTK.shape[1], key_BGPK.shape[1]
+    if not better_by_products(query_BQTK, key_BGPK, value_BGPK):
+        return F.scaled_dot_product_attention(
+            query_BQTK, key_BGPK, value_BGPK, attn_mask=mask_B1TP, enable_gqa=heads != groups
+        )
+    key_BQPK, value_BQPK = (part.repeat_interleave(heads // groups, 1) for part in (key_BGPK, value_BGPK))
+    return attention(query_BQTK, key_BQPK, value_BQPK, mask=mask_B1TP)
 
 
 def _heads(flat_BTN: Tensor, heads: int) -> Tensor:

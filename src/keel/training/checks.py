@@ -297,6 +297,10 @@ def _check_arm(recipe: Recipe, name: str) -> None:
         return
     if arm.embedding_scale is not None:
         raise KeelError(f"{where}.embedding_scale: only for an arm with weights_of; a trained arm learns its own")
+    if arm.host_alone:
+        raise KeelError(
+            f"{where}.host_alone: only for an arm with weights_of; one without streams is a host alone already"
+        )
     if arm.weights_after is not None:
         raise KeelError(f"{where}.weights_after: only for an arm with weights_of; name the arm whose weights these are")
     _check_phases(recipe.phases_of(name), f"{where}.phases")
@@ -363,10 +367,15 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
         raise KeelError(
             f"arms.{name}.weights_after: {lender!r} has no phase {arm.weights_after!r} before its last; {suggest(arm.weights_after, known)}"
         )
-    if not (arm.positions or arm.embedding_scale or arm.weights_after or arm.streams):
+    if arm.host_alone and (arm.streams or not recipe.arms[lender].streams):
         raise KeelError(
-            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions, embedding_scale, weights_after or "
-            "streams"
+            f"arms.{name}.host_alone: takes the streams of {lender!r} away, which has {len(recipe.arms[lender].streams)}, and adds none; "
+            "remove it, or this arm's streams"
+        )
+    if not (arm.positions or arm.embedding_scale or arm.weights_after or arm.streams or arm.host_alone):
+        raise KeelError(
+            f"arms.{name}: with weights_of and nothing else it is {lender!r} again; add positions, embedding_scale, weights_after, "
+            "host_alone or streams"
         )
 
 

@@ -43,7 +43,7 @@ class QuestionData:
         Raises: KeelError where no question is short enough for its window.
         """
         train, valid = (QuestionSamples(self, questions, phase) for questions in (self.train, self.valid))
-        return train, [valid[index] for index in range(len(valid))]
+        return train, valid.__getitems__(range(len(valid)))
 
 
 class QuestionSamples(Dataset[Sample]):
@@ -68,11 +68,12 @@ class QuestionSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Return one question with its right option."""
-        row = self.data.reader.read(*self.texts[index], with_trees=self.with_trees)
-        ids = torch.tensor(row.ids)
-        labels = ids.clone()
-        labels[: row.num_prompt] = -100
-        return {"input_ids": ids, "labels": labels, "row": row}
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Return several questions; a loader asks for those of a batch at once, and their fields are parsed together."""
+        rows = self.data.reader.read_all([self.texts[index] for index in indices], with_trees=self.with_trees)
+        return [_sample(row) for row in rows]
 
     def collate(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Pad samples on the right and lay their trees out."""
@@ -84,6 +85,13 @@ class QuestionSamples(Dataset[Sample]):
         }
         batch["attention_mask"] = torch.stack([_padded(torch.ones(len(row.ids)), longest, 0).long() for row in rows])
         return {**batch, **row_inputs(rows, self.data.num_layers)}
+
+
+def _sample(row: Row) -> Sample:
+    ids = torch.tensor(row.ids)
+    labels = ids.clone()
+    labels[: row.num_prompt] = -100
+    return {"input_ids": ids, "labels": labels, "row": row}
 
 
 def _padded(values: Tensor, length: int, filling: int) -> Tensor:

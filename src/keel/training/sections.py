@@ -97,13 +97,16 @@ class Arm(Section):
     ``keel.positions.Positions``. An arm with ``weights_of`` is not trained: it is that arm, evaluated with other
     positions, or with its embeddings made ``embedding_scale`` times as large and all else adapted so that it computes the same
     (``keel.evaluation.robustness.rescale_embeddings``), or with the weights it had after its phase ``weights_after``, or with
-    ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained. ``phases`` replace the
+    ``streams``: one that it has gets these fields in place of its own, another is put beside it untrained; or, ``host_alone``, without
+    those that it was trained with (its parameters are counted all the same). ``phases`` replace the
     recipe's; one that is named like one of those has its fields where it says nothing else; none at all is a host as it is.
     ``match_parameters_of`` names the arm to whose number of parameters this one's feed-forward is widened, where the recipe as a
     whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
     are put into it, and into its weights when it is trained; its ``shadow`` stays beside it. ``trees`` are what its tree stream reads.
     With ``save_host`` what it trained is also kept as an ordinary checkpoint, OUT/<arm>/seed<k>/host, for ``host.checkpoint`` of others.
     A ``control`` has a stream that reads what should not help (random trees): reports count it among the arms without one.
+    A ``stage`` is what another arm was on the way (a host before its last phases, a path not yet trained): reports show it, and leave it
+    out where they say whether the stream helped.
     """
 
     label: str | None = None
@@ -112,6 +115,7 @@ class Arm(Section):
     positions: dict[str, Any] | None = None
     weights_of: str | None = None
     weights_after: str | None = None
+    host_alone: bool = False
     embedding_scale: Positive | None = None
     host_of: str | None = None
     adapters: Adapters | None = None
@@ -120,6 +124,7 @@ class Arm(Section):
     phases: list[Phase] | None = None
     match_parameters_of: str | None = None
     control: bool = False
+    stage: bool = False
     save_host: bool = False
 
     def stream_configs(self) -> dict[str, dict[str, Any]]:
@@ -295,6 +300,8 @@ class Recipe(Section):
 
     def streams_of(self, arm: str) -> dict[str, dict[str, Any]]:
         """Return the streams of ``arm``; of one that uses another's weights, those of the other with its own fields in place."""
+        if self.arms[arm].host_alone:
+            return {}
         lent = {} if self.arms[arm].weights_of is None else self.arms[self.arms[arm].weights_of or ""].streams
         own = self.arms[arm].streams
         merged = {name: {**lent.get(name, {}), **own.get(name, {})} for name in {**lent, **own}}

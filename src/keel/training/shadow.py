@@ -62,9 +62,12 @@ def add_shadow(host: nn.Module, settings: Shadow) -> None:
         labels, state_BTD = kwargs.get("labels"), states[-1] if states else None
         states.clear()
         if labels is not None and state_BTD is not None and settings.auxiliary:
-            in_batch = kwargs.get("num_items_in_batch")
-            logits_BTV = module.get_output_embeddings()(state_BTD)
-            own = module.loss_function(logits_BTV, labels, logits_BTV.shape[-1], num_items_in_batch=in_batch)
+            about = {name: kwargs[name] for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
+            kept = kwargs.get("logits_to_keep")
+            if isinstance(kept, Tensor):  # where there are labels, alone
+                state_BTD = state_BTD[kept]
+            logits = module.get_output_embeddings()(state_BTD)
+            own = module.loss_function(logits, labels, logits.shape[-1], **about)
             output.loss = output.loss + settings.auxiliary * own
         return output
 

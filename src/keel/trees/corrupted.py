@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from keel.errors import KeelError, suggest
 from keel.trees.sources import TreeSource
+from keel.trees.together import ParsedTogether
 from keel.trees.tree import Span, Tree
 
 Corruption = Literal["random", "permuted"]
@@ -40,7 +41,15 @@ class CorruptedSource:
 
     def parse(self, text: str) -> list[Tree]:
         """See ``TreeSource.parse``."""
-        return [corrupted(tree, self.kind, f"{self.seed} {text}") for tree in self.source.parse(text)]
+        return self._corrupted(text, self.source.parse(text))
+
+    def parse_all(self, texts: Sequence[str]) -> list[list[Tree]]:
+        """Parse many texts, together where the source can."""
+        source = ParsedTogether(self.source, texts)
+        return [self._corrupted(text, source.parse(text)) for text in texts]
+
+    def _corrupted(self, text: str, trees: Sequence[Tree]) -> list[Tree]:
+        return [corrupted(tree, self.kind, f"{self.seed} {text}") for tree in trees]
 
 
 def corrupted(tree: Tree, kind: Corruption, seed: str) -> Tree:

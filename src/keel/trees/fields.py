@@ -10,6 +10,7 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
@@ -83,6 +84,27 @@ def could_be_label(line: str) -> bool:
     return _HALF_OPTION.fullmatch(line) is not None or any(
         label.startswith(line) and label != line for label in _LABELS
     )
+
+
+class _Tokens(NamedTuple):
+    """A prompt and what follows it, cut into tokens and fields; ``bounds`` are the tokens ``[first, behind)`` of each field."""
+
+    text: str
+    ids: list[int]
+    num_prompt: int
+    spans: TokenSpans
+    fields: list[Field]
+    bounds: list[tuple[int, int]]
+
+
+class _ParsedField(NamedTuple):
+    """A field that is parsed: its text, tokens, their characters in it; its first token in the row, and the first that may see it."""
+
+    text: str
+    ids: list[int]
+    spans: TokenSpans
+    first: int
+    hidden: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +178,7 @@ class FieldReader:
         self.tokenizer, self.start = Tokenizer.from_str(tokenizer), start
         self.source, self.scope, self.max_chunks, self.cache, self.masked = source, scope, max_chunks, cache, masked
         self._known: dict[bytes, Chunks] = {}
+        self._before: tuple[str, Encoding] = "", self.tokenizer.encode("", add_special_tokens=False)
         name, version = ("", "") if source is None else (f"{FIELDS_OF}{source.name}", source.version)
         self.making = Making(
             tokenizer=tokenizer_fingerprint(tokenizer), source=name, version=version, scope=scope, max_chunks=max_chunks
@@ -167,79 +190,126 @@ class FieldReader:
         Args: with_trees: parse it; False gives a row without chunks, as a reader without a source does.
         Raises: KeelError for a field that the source has no tree for.
         """
+        return self._row(self._tokens(prompt, continuation), with_trees)
+
+    def read_all(self, texts: Sequence[tuple[str, str]], *, with_trees: bool = True) -> list[Row]:
+        """Read prompts, each with what follows it: as ``read`` does, but what is not known yet is parsed in one call.
+
+        Raises: KeelError for a field that the source has no tree for.
+        """
+        read = [self._tokens(*text) for text in texts]
+        if with_trees:
+            self._know(read)
+        return [self._row(tokens, with_trees) for tokens in read]
+
+    def _row(self, tokens: _Tokens, with_trees: bool) -> Row:
+        chunks = self._chunks(tokens) if self.source is not None and with_trees else None
+        return Row(ids=tuple(tokens.ids), num_prompt=tokens.num_prompt, chunks=chunks, updated=self._updated(tokens))
+
+    def _know(self, read: Sequence[_Tokens]) -> None:
+        """Parse all fields of these texts that are not known, and keep their chunks; one without a tree is told when it is read."""
+        if self.source is None:
+            return
+        missing: dict[bytes, tuple[str, TokenSpans]] = {}
+        for field in (field for tokens in read for field in self._parsed_fields(tokens)):
+            key = self._key(field)
+            if key not in missing and self._found(key) is None:
+                missing[key] = field.text, field.spans
+        source = ParsedTogether(self.source, [part for field in missing.values() for part in self._to_parse(*field)])
+        made = []
+        for key, (text, spans) in missing.items():
+            with contextlib.suppress(KeelError):
+                made.append((key, self._made(text, spans, source)))
+        self._keep(made)
+
+    def _tokens(self, prompt: str, continuation: str) -> _Tokens:
         text = prompt + continuation
-        before, whole = (self.tokenizer.encode(part, add_special_tokens=False) for part in (prompt, text))
+        if self._before[0] != prompt:  # its options follow one after the other
+            self._before = prompt, self.tokenizer.encode(prompt, add_special_tokens=False)
+        before = self._before[1]
+        whole = self.tokenizer.encode(text, add_special_tokens=False) if continuation else before
         ids, offsets = whole.ids, whole.offsets
         if ids[: len(before.ids)] != before.ids:  # the two merge at the border: then each has tokens of its own
             after = self.tokenizer.encode(continuation, add_special_tokens=False)
             ids = before.ids + after.ids
             offsets = before.offsets + [(a + len(prompt), b + len(prompt)) for a, b in after.offsets]
-        spans = token_spans(text, [(0, 0), *offsets])
-        ids = [self.start, *ids]
-        fields = read_fields(text)
-        bounds = _token_bounds(fields, spans)
-        chunks = None if self.source is None or not with_trees else self._chunks(text, ids, spans, fields, bounds)
-        return Row(
-            ids=tuple(ids),
-            num_prompt=1 + len(before.ids),
-            chunks=chunks,
-            updated=self._updated(text, spans, fields, bounds),
-        )
+        spans, fields = token_spans(text, [(0, 0), *offsets]), read_fields(text)
+        return _Tokens(text, [self.start, *ids], 1 + len(before.ids), spans, fields, _token_bounds(fields, spans))
 
-    def _updated(
-        self, text: str, spans: TokenSpans, fields: list[Field], bounds: list[tuple[int, int]]
-    ) -> tuple[bool, ...] | None:
-        updated = np.ones(len(spans.end), dtype=bool)
-        for field, (first, behind) in zip(fields, bounds, strict=True):
+    def _updated(self, tokens: _Tokens) -> tuple[bool, ...] | None:
+        updated = np.ones(len(tokens.ids), dtype=bool)
+        for field, (first, behind) in zip(tokens.fields, tokens.bounds, strict=True):
             updated[first:behind] = field.updated
             if self.scope == "prefix":  # nobody knows yet whether this is a label, whose tokens are not updated
-                updated[first : first + self._undecided(text, spans, field, first, behind)] = False
+                updated[first : first + self._undecided(tokens, field, first, behind)] = False
         return tuple(updated.tolist()) if self.masked and not updated.all() else None
 
-    def _chunks(
-        self, text: str, ids: list[int], spans: TokenSpans, fields: list[Field], bounds: list[tuple[int, int]]
-    ) -> Chunks:
-        parts = []
-        for field, (first, behind) in zip(fields, bounds, strict=True):
+    def _parsed_fields(self, tokens: _Tokens) -> list[_ParsedField]:
+        found = []
+        for field, (first, behind) in zip(tokens.fields, tokens.bounds, strict=True):
             if not field.parsed or first == behind:
                 continue
-            inside = text[field.start : field.end]
-            start = np.maximum(spans.start[first:behind] - field.start, 0)
-            end = np.clip(spans.end[first:behind] - field.start, start, len(inside))
-            chunks = self._of_field(inside, ids[first:behind], TokenSpans(start, end)).shifted(first)
-            if self.scope == "prefix":
-                hidden = first + self._undecided(text, spans, field, first, behind)
-                chunks = _seen_from(chunks, hidden)
-            parts.append(chunks)
+            inside = tokens.text[field.start : field.end]
+            start = np.maximum(tokens.spans.start[first:behind] - field.start, 0)
+            end = np.clip(tokens.spans.end[first:behind] - field.start, start, len(inside))
+            hidden = first + self._undecided(tokens, field, first, behind) if self.scope == "prefix" else 0
+            found.append(_ParsedField(inside, tokens.ids[first:behind], TokenSpans(start, end), first, hidden))
+        return found
+
+    def _chunks(self, tokens: _Tokens) -> Chunks:
+        parts = []
+        for field in self._parsed_fields(tokens):
+            chunks = self._of_field(field).shifted(field.first)
+            parts.append(_seen_from(chunks, field.hidden) if self.scope == "prefix" else chunks)
         return joined(parts, self.scope)
 
-    def _undecided(self, text: str, spans: TokenSpans, field: Field, first: int, behind: int) -> int:
+    def _undecided(self, tokens: _Tokens, field: Field, first: int, behind: int) -> int:
         """Return how many tokens of a field are read before it is certain that its line does not begin with a label."""
         count = 0
-        while first + count < behind and could_be_label(text[field.line : spans.end[first + count]]):
+        while first + count < behind and could_be_label(tokens.text[field.line : tokens.spans.end[first + count]]):
             count += 1
         return count
 
-    def _of_field(self, text: str, ids: Sequence[int], spans: TokenSpans) -> Chunks:
-        key = self.making.key([*ids, *_digits(text)])
+    def _key(self, field: _ParsedField) -> bytes:
+        return self.making.key([*field.ids, *_digits(field.text)])
+
+    def _of_field(self, field: _ParsedField) -> Chunks:
+        key = self._key(field)
+        found = self._found(key)
+        if found is None:
+            assert self.source is not None
+            source = ParsedTogether(self.source, self._to_parse(field.text, field.spans))
+            found = self._made(field.text, field.spans, source)
+            self._keep([(key, found)])
+        return found
+
+    def _found(self, key: bytes) -> Chunks | None:
         found = self._known.get(key)
         if found is None and self.cache is not None:
             found = self.cache.get_key(key, self.scope)
-        if found is None:
-            found = self._made(text, spans)
-            if self.cache is not None and not self.cache.read_only:
-                self.cache.put(self.making, [(key, encode(key, found))])
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[key] = found
+            if found is not None:
+                self._remember(key, found)
         return found
 
-    def _made(self, text: str, spans: TokenSpans) -> Chunks:
-        assert self.source is not None
+    def _keep(self, made: Sequence[tuple[bytes, Chunks]]) -> None:
+        if made and self.cache is not None and not self.cache.read_only:
+            self.cache.put(self.making, [(key, encode(key, chunks)) for key, chunks in made])
+        for key, chunks in made:
+            self._remember(key, chunks)
+
+    def _remember(self, key: bytes, chunks: Chunks) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = chunks
+
+    def _to_parse(self, text: str, spans: TokenSpans) -> list[str]:
+        """Return what of a field is parsed: all of it, or under strict causality its beginnings."""
+        return [text] if self.scope == "sentence" else beginnings(text, spans)
+
+    def _made(self, text: str, spans: TokenSpans, source: TreeSource) -> Chunks:
         if self.scope == "sentence":
-            return sentence_chunks(self.source.parse(text), spans, self.max_chunks)
+            return sentence_chunks(source.parse(text), spans, self.max_chunks)
         # One token more, which stands for whatever follows: to it the field is complete.
-        source = ParsedTogether(self.source, beginnings(text, spans))
         last, nodes_at = len(spans.end) - 1, parsed_prefixes(source, text, spans)
 
         def until(t: int) -> list[Nodes]:

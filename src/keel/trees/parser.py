@@ -29,6 +29,7 @@ from keel.trees.charts import best_splits, tree_spans
 _FORMAT = 1
 _REACH = 16  # words; the relative position of what lies further off is that of the sixteenth
 _SPANS_AT_ONCE = 40_000
+_SPANS_OF_A_BATCH = 10_000  # what is done once a batch takes about as long
 AFFIXES = 4  # letters of the longest prefix and suffix that is a feature
 NUM_FEATURES = 2 + 2 * AFFIXES
 SHAPES = str.maketrans(
@@ -125,9 +126,10 @@ class SpanParser(nn.Module):
         """Return the features of every word, int64 [B, T, F], with the marks at both ends; 0 where there is none."""
         longest = max(len(words) for words in sentences) + 2
         ids = torch.zeros(len(sentences), longest, NUM_FEATURES, dtype=torch.long)
+        different = {word for words in sentences for word in words}
+        known = {word: [self.index.get(feature, 0) for feature in features_of(word)] for word in different}
         for row, words in enumerate(sentences):
-            known = [[self.index.get(feature, 0) for feature in features_of(word)] for word in words]
-            ids[row, 1 : len(words) + 1] = torch.tensor(known)
+            ids[row, 1 : len(words) + 1] = torch.tensor([known[word] for word in words])
             ids[row, 0, 0], ids[row, len(words) + 1, 0] = 1, 2
         return ids
 
@@ -162,9 +164,13 @@ class SpanParser(nn.Module):
         found: list[Any] = [None] * len(sentences)
         order = sorted(range(len(sentences)), key=lambda index: len(sentences[index]))
         begin = 0
+        squares = [len(sentences[index]) ** 2 for index in order]
         while begin < len(order):
-            end = begin + 1
-            while end < len(order) and (end + 1 - begin) * len(sentences[order[end]]) ** 2 <= 2 * _SPANS_AT_ONCE:
+            end, filled = begin + 1, squares[begin]
+            while end < len(order):
+                filled += squares[end]  # and the rest of the batch's charts is padding, which costs as much
+                if (end + 1 - begin) * squares[end] > min(2 * _SPANS_AT_ONCE, 2 * filled + _SPANS_OF_A_BATCH):
+                    break
                 end += 1
             chosen = order[begin:end]
             for index, tree in zip(chosen, self._parse_batch([sentences[index] for index in chosen]), strict=True):
@@ -185,6 +191,7 @@ class SpanParser(nn.Module):
         label = torch.zeros(scores.shape, dtype=torch.long)
         label[:, left, right] = odds.indices
         splits = best_splits(scores)[1].numpy()
+        likely, best_label = (scores > 0).numpy(), label.numpy()
         tags = self.tag(words_BTD).argmax(-1).tolist()
         trees = []
         for row, length in enumerate(lengths):
@@ -192,8 +199,8 @@ class SpanParser(nn.Module):
             chosen = [
                 (i, j, name)
                 for i, j in tree_spans(splits[row], length)
-                if scores[row, i, j] > 0 or j - i == length
-                for name in self.labels[label[row, i, j]].split("+")
+                if likely[row, i, j] or j - i == length
+                for name in self.labels[best_label[row, i, j]].split("+")
             ]
             trees.append((chosen, [self.tags[tag] for tag in tags[row][:length]]))
         return trees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from keel.errors import KeelError
@@ -40,13 +40,16 @@ class ParserSource:
 
     def parse_all(self, texts: Sequence[str]) -> list[list[Tree]]:
         """Parse many texts together, which is faster than one after the other."""
-        sentences = [
-            (number, part)
-            for number, text in enumerate(texts)
-            for begin, end in sentence_places(text)
-            for part in self._cut(text, begin, end)
-        ]
         # The beginnings of a text, which strict causality parses one by one, have all but their last sentence in common.
+        words: dict[str, list[tuple[str, Place]]] = {}
+        sentences = []
+        for number, text in enumerate(texts):
+            for begin, end in sentence_places(text):
+                sentence = text[begin:end]
+                if sentence not in words:
+                    words[sentence] = self._cut(sentence)
+                placed = [(word, (begin + a, begin + b)) for word, (a, b) in words[sentence]]
+                sentences += [(number, placed[at : at + _LONGEST]) for at in range(0, len(placed), _LONGEST)]
         rows = [tuple(word for word, _ in part) for _, part in sentences]
         different = list(dict.fromkeys(rows))
         found = dict(zip(different, self.parser.parse(different) if different else (), strict=True))
@@ -55,20 +58,18 @@ class ParserSource:
             trees[number].append(tree_of([place for _, place in part], *found[row]))
         return trees
 
-    def _cut(self, text: str, begin: int, end: int) -> Iterator[list[tuple[str, Place]]]:
-        """Yield the words of a sentence with their characters in the text."""
-        sentence = text[begin:end]
+    def _cut(self, sentence: str) -> list[tuple[str, Place]]:
+        """Return the words of a sentence with their characters in it."""
         try:
             places = list(self._words.span_tokenize(sentence))
-            words = self._words.tokenize(sentence)
+            quoted = '"' in sentence or "''" in sentence  # else nltk's words are those characters
+            words = self._words.tokenize(sentence) if quoted else [sentence[a:b] for a, b in places]
         except ValueError:  # nltk does not find its own words again where quotation marks are mixed
             places = [match.span() for match in re.finditer(r"\S+", sentence)]
             words = [sentence[a:b] for a, b in places]
         if len(words) != len(places):
             words = [sentence[a:b] for a, b in places]
-        row = [(word, (begin + a, begin + b)) for word, (a, b) in zip(words, places, strict=True)]
-        for at in range(0, len(row), _LONGEST):
-            yield row[at : at + _LONGEST]
+        return list(zip(words, places, strict=True))
 
 
 def sentence_places(text: str) -> list[Place]:
