@@ -51,9 +51,34 @@ def test_fields_of_a_prompt() -> None:
     assert ("the river thinks", True, False) in found
     assert found[-1] == ("Answer:", True, True)
     assert found.count(("Answer:", True, True)) == 2
-    assert ("Read", True, True) in found  # the answer of the demonstration
+    assert ("Read", False, True) in found  # the answer of the demonstration
     assert ("Read", True, False) in found  # the same as an option
     assert not found[1][1]
+
+
+def test_blank_tokens_go_with_what_stands_before_them() -> None:
+    row = reader_of(TOKENIZER).read(PROMPT)
+    assert row.updated is not None
+    pieces = TOKENIZER.convert_ids_to_tokens(list(row.ids))
+    blank = [index for index, piece in enumerate(pieces) if index and not TOKENIZER.decode(row.ids[index]).strip()]
+    assert len(blank) > 8 and all(row.updated[index] == row.updated[index - 1] for index in blank)
+    options = [index for index in blank if not row.updated[index]]
+    assert options and row.updated[0] and any(row.updated[index] for index in blank)
+
+
+@pytest.mark.parametrize("kind", ["sentence", "prefix"])
+def test_an_answer_does_not_tell_how_it_goes_on(kind: str) -> None:
+    """Even where trees have read the words to come, those of a candidate have not: its first words are scored alike."""
+    model, reader = cases.model(len(TOKENIZER), **KINDS[kind]), _reader(kind)
+    short, long = " the river", " the river that saw the old man"
+    rows = [reader.read(PROMPT, answer) for answer in (short, long)]
+    size = len(rows[0].ids)
+    assert rows[1].ids[:size] == rows[0].ids
+    logits = [
+        model(torch.tensor([row.ids]), **row_inputs([row], model.host.config.num_hidden_layers)).logits[0, :size]
+        for row in rows
+    ]
+    assert torch.allclose(logits[0], logits[1], atol=1e-9)
 
 
 def test_plain_text_has_plain_fields() -> None:

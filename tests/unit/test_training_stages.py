@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
 
 import tree_cases as cases  # found through the line above
 
-from keel.data.questions import Question
+from keel.data.questions import Question, prompt_of
 from keel.errors import KeelError
 from keel.model import KeelForCausalLM
 from keel.ops.padding import rows_of_length
@@ -25,7 +25,7 @@ from keel.training import Recipe, parse_recipe, train
 from keel.training.adapters import add_adapters, has_adapters, merge_adapters, set_trainable
 from keel.training.build import build_model
 from keel.training.labelled import by_length
-from keel.training.questions import QuestionData, set_ramp, training_questions
+from keel.training.questions import QuestionData, QuestionSamples, set_ramp, training_questions
 from keel.training.trainer import PhaseSettings, PhaseTrainer
 from keel.training.tree_sections import Adapters, TrainingQuestions
 from keel.trees.fields import reader_of
@@ -270,3 +270,29 @@ def test_questions_to_learn_and_to_validate_are_apart(tmp_path: Path, monkeypatc
     (tmp_path / "m.jsonl").write_text(rows, encoding="utf-8")
     learnt, valid = training_questions(TrainingQuestions(mmlu=str(tmp_path / "m.jsonl"), valid=4))
     assert len(learnt) == 16 and len(valid) == 4 and not set(learnt) & set(valid)
+    asked = [Question(text=f"{n}? ", options=("b", "a"), answer=1) for n in (0, 3)]
+    again = training_questions(TrainingQuestions(mmlu=str(tmp_path / "m.jsonl"), valid=4), asked)
+    assert {q.text for q in again[0] + again[1]} == {f"{n}?" for n in range(20) if n not in (0, 3)}
+
+
+def test_stages_share_one_pass_over_the_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages read what one stage of as many steps reads, in the same order."""
+    read: list[str] = []
+    plain = QuestionSamples.__getitems__
+
+    def remember(self: QuestionSamples, indices: Any) -> Any:
+        read.extend(self.texts[index][0] for index in indices)
+        return plain(self, indices)
+
+    monkeypatch.setattr(QuestionSamples, "__getitems__", remember)
+    stages = recipe().phases_of("gtca")
+    learnt, sequences = {prompt_of(question) for question in QUESTIONS[2:]}, []
+    for name, phases in (("three", stages), ("one", [stages[2].model_copy(update={"steps": 6})])):
+        read.clear()
+        train(
+            built(tmp_path), _Data(), phases, arm="gtca", seed=3, folder=tmp_path / name, device="cpu", resume=False,
+            questions=question_data(),
+        )  # type: ignore[arg-type]  # fmt: skip
+        sequences.append([text for text in read if text in learnt][:12])
+    three, one = sequences
+    assert three == one and len(three) == 12 and set(three) == learnt

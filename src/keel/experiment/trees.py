@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from keel import parsing
 from keel.data.corpora import data_root
+from keel.data.questions import read_questions
 from keel.data.store import write_cached
 from keel.errors import KeelError
 from keel.files import resolve_cache_dir, write_atomically
@@ -153,6 +154,7 @@ def question_data(
     wanted = recipe.data.questions
     if wanted is None or all(phase.learns != "questions" for phase in recipe.phases_of(arm)):
         return None
-    train, valid = training_questions(wanted)
+    mmlu = recipe.evaluation.mmlu
+    train, valid = training_questions(wanted, [] if mmlu is None else read_questions("mmlu", mmlu.source))
     layers = model.host.config.get_text_config().num_hidden_layers
     return QuestionData(train=train, valid=valid, reader=reader_for(recipe, arm, tokenizer, out), num_layers=layers)

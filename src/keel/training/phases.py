@@ -103,10 +103,11 @@ def train(
     Raises: KeelError for a loss that is not finite, a full disk, a checkpoint of another run, a window longer than
     the text.
     """
-    first_step, records, trainer = 0, [], None
+    first_step, num_asked, records, trainer = 0, 0, [], None
     if isinstance(data, TaskData) and data.trains_attention:
         model.set_attn_implementation("eager")  # the only one that gives its weights
     for index, phase in enumerate(phases):
+        asked = questions if phase.learns == "questions" else None
         settings = PhaseSettings(
             phase=phase,
             arm=arm,
@@ -114,6 +115,8 @@ def train(
             folder=folder / "checkpoints" / f"{index}-{phase.name}",
             logs=folder / "logs" / phase.name,
             first_step=first_step,
+            # Stages of questions share one pass over them: else arms of three stages saw a third of what arms of one see.
+            first_entry=num_asked if asked else 0,
             device=device,
             progress=progress,
         )
@@ -123,12 +126,12 @@ def train(
             set_trainable(model, phase.trainable)
             prepare(model, phase)
             set_ramp(model, phase, first_step)
-        asked = questions if phase.learns == "questions" else None
         samples, valid = _samples(data, phase, seed) if asked is None else asked.samples(phase)
         trainer = PhaseTrainer(model, samples, valid, settings)
         with quick_on_processor(trainer.model) if trainer.args.device.type == "cpu" else nullcontext():
             records.append(trainer.run(resume=resume))
         first_step += phase.steps
+        num_asked += phase.steps * phase.batch_size if asked else 0
         if phase.name in keep:
             with _saving(arm, seed):
                 save_model(_without_adapters(trainer.model), data.tokenizer, folder / f"after_{phase.name}")

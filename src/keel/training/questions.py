@@ -98,9 +98,12 @@ def _padded(values: Tensor, length: int, filling: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - len(values)), value=filling)
 
 
-def training_questions(wanted: TrainingQuestions) -> tuple[list[Question], list[Question]]:
+def training_questions(
+    wanted: TrainingQuestions, asked: Sequence[Question] = ()
+) -> tuple[list[Question], list[Question]]:
     """Return the questions to learn from and those of the validation curve; the same for all arms and seeds.
 
+    Args: asked: of the evaluation, which nobody may have learnt: MMLU's own splits share some.
     Raises: KeelError for a source that cannot be read, or has too little.
     """
     questions: list[Question] = []
@@ -108,7 +111,8 @@ def training_questions(wanted: TrainingQuestions) -> tuple[list[Question], list[
         corpus = load_corpus(CorpusConfig(source=wanted.cloze.source))
         questions += cloze_questions(corpus.train, wanted.cloze.count)
     if wanted.mmlu is not None:
-        questions += read_questions("mmlu", wanted.mmlu)
+        known = {_content(question) for question in asked}
+        questions += [question for question in read_questions("mmlu", wanted.mmlu) if _content(question) not in known]
     if len(questions) <= wanted.valid:
         raise KeelError(f"data.questions: {len(questions)} in all, {wanted.valid} are for validation; give more")
     kept = {index * len(questions) // wanted.valid for index in range(wanted.valid)}
@@ -116,6 +120,11 @@ def training_questions(wanted: TrainingQuestions) -> tuple[list[Question], list[
         [question for index, question in enumerate(questions) if index not in kept],
         [question for index, question in enumerate(questions) if index in kept],
     )
+
+
+def _content(question: Question) -> tuple[str, frozenset[str]]:
+    """Return what two questions have in common that are the same, with the options in whatever order."""
+    return question.text.strip(), frozenset(option.strip() for option in question.options)
 
 
 def set_ramp(model: Any, phase: Phase, first_step: int) -> None:

@@ -24,7 +24,8 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, steps: int) -> float:
 class BatchPlan:
     """Which windows each optimizer step sees, on each process and in each micro-batch.
 
-    Step k reads entries [k·batch_size, (k+1)·batch_size) of an endless sequence of shuffled passes over all windows.
+    Step k reads entries [first_entry + k·batch_size, first_entry + (k+1)·batch_size) of an endless sequence of shuffled passes
+    over all windows.
     Their order depends on ``seed`` alone, so one process, several, and accumulation see the same windows in the same
     step.
 
@@ -34,6 +35,7 @@ class BatchPlan:
         batch_size: windows a step, a multiple of ``accumulation`` × ``num_processes``.
         accumulation, num_processes: how a step's windows are cut up: first by micro-batch, then by process.
         seed: of the shuffles.
+        first_entry: where an earlier phase of the same windows stopped.
         count_passes: indices go on counting through the passes, ``pass · num_windows + window``, for samples that differ by pass.
     """
 
@@ -43,12 +45,13 @@ class BatchPlan:
     accumulation: int = 1
     num_processes: int = 1
     seed: int = 0
+    first_entry: int = 0
     count_passes: bool = False
 
     def micro_batch(self, step: int, part: int, rank: int) -> list[int]:
         """Return the windows of micro-batch ``part`` of ``step`` on process ``rank``."""
         size = self.batch_size // (self.accumulation * self.num_processes)
-        start = step * self.batch_size + (part * self.num_processes + rank) * size
+        start = self.first_entry + step * self.batch_size + (part * self.num_processes + rank) * size
         return [self.window(entry) for entry in range(start, start + size)]
 
     def window(self, entry: int) -> int:

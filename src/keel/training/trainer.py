@@ -71,6 +71,7 @@ class PhaseSettings:
         folder: checkpoints of this phase.
         logs: TensorBoard event files.
         first_step: training steps of earlier phases, which the streams' schedules have already seen.
+        first_entry: samples that earlier phases read of the same data, after which this one goes on.
         device: ``cpu``, or None for the fastest device there is.
         progress: called on the first process with what just happened; None for silence.
     """
@@ -81,6 +82,7 @@ class PhaseSettings:
     folder: Path
     logs: Path
     first_step: int = 0
+    first_entry: int = 0
     device: str | None = None
     progress: Progress | None = None
 
@@ -204,6 +206,7 @@ class PhaseTrainer(Trainer):
             accumulation=self.phase.accumulation,
             num_processes=self.args.world_size,
             seed=self.settings.seed,
+            first_entry=self.settings.first_entry,
             count_passes=getattr(self.train_dataset, "varies_by_pass", False),
         )
         batches = PlannedBatches(plan, self.args.process_index)

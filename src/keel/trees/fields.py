@@ -1,7 +1,8 @@
 """Prompts field by field: which part of a text is parsed on its own, and which tokens a tree stream may write to.
 
-GTCA section 3.1: the fields of a multiple-choice prompt (question, each option, answer) are parsed one by one and their chunks joined in
-the order of the prompt; question and answer are updated, options are read-only. A field is a line, or what follows its label. The
+GTCA sections 3.1 and 4.1: the fields of a multiple-choice prompt (question, each option, the answer's label) are parsed one by one and
+their chunks joined in the order of the prompt; question and answer are updated, options are read-only. What answers is updated and not
+parsed: its tree would tell its first words how it goes on. A field is a line, or what follows its label. The
 labels are those of App. B; a text without any has plain fields, all parsed and updated. A line is judged by what stands before its
 end, never by a later one, so that under strict causality nothing of the future is read.
 
@@ -39,7 +40,7 @@ _LABELS = {
 _OPTION = re.compile(r"[A-Z]\. ")
 _HALF_OPTION = re.compile(r"[A-Z]\.?")
 _MOST_KNOWN = 20_000  # fields that a reader keeps in memory
-_PARSED = {"plain", "question", "option", "answer"}
+_PARSED = {"plain", "question", "option"}
 _UPDATED = {"plain", "question", "answer"}
 
 
@@ -63,9 +64,7 @@ def read_fields(text: str) -> list[Field]:
         if not line.strip() or (not label and kind == "answer"):
             kind = "plain"
         kind = name or kind
-        if (
-            label
-        ):  # the label of an answer is a field like others ("the answer prefix"), those of the rest are not parsed
+        if label:  # that of an answer is a field like others ("the answer prefix"), those of the rest are not parsed
             fields.append(Field(at, at + len(label), at, kind == "answer", kind == "answer"))
         begin = at + len(label)
         if text[begin : at + len(line)].strip():
@@ -242,6 +241,9 @@ class FieldReader:
             updated[first:behind] = field.updated
             if self.scope == "prefix":  # nobody knows yet whether this is a label, whose tokens are not updated
                 updated[first : first + self._undecided(tokens, field, first, behind)] = False
+        # Blank tokens are in no field: they go with what stands before them.
+        filled = np.where(tokens.spans.end > tokens.spans.start, np.arange(len(updated)), 0)
+        updated = updated[np.maximum.accumulate(filled)]
         return tuple(updated.tolist()) if self.masked and not updated.all() else None
 
     def _parsed_fields(self, tokens: _Tokens) -> list[_ParsedField]:
