@@ -63,7 +63,8 @@ def test_the_main_table_is_measured_whole(tmp_path: Path) -> None:
 def test_ablations_of_stages(tmp_path: Path) -> None:
     recipe = load_recipe("gtca/ablations", "tiny")
     results = run_experiment(recipe, tmp_path, only=["stage_1", "no_stage1", "no_stage2"], device="cpu", jobs=2)
-    assert all(set(ASKED) <= set(arm.metrics) for arm in results.arms.values())
+    asked = set(ASKED) - {"hellaswag.accuracy", "winogrande.accuracy"}  # Tables 4 to 6 have neither
+    assert all(asked <= set(arm.metrics) for arm in results.arms.values())
     _shares_are_shares(results)
     backbone, gtca, early = (
         load_file(tmp_path / arm / "seed0" / folder / "model.safetensors")
