@@ -108,14 +108,14 @@ def test_the_fused_call_equals_the_sum_of_three_logits(position: str, case: dict
         "document_starts": starts if case.get("packed") else None,
     }
     around = model.surroundings(ids, given["attention_mask"], torch.arange(9)[None], given["document_starts"])
-    attention, bias = model.layers[0].attention, model.relative_bias
+    attention = model.layers[0].attention
+    bias = attention.relative_bias
     semantic = torch.randn(3, 9, 16, dtype=torch.float64, requires_grad=True)
     place = torch.randn(3, 9, 4, dtype=torch.float64, requires_grad=True) if position == "dstg" else None
     inputs = [
         *attention.parameters(),
         semantic,
         *([place] if place is not None else []),
-        *(bias.parameters() if bias else []),
     ]
 
     document = starts.long().cumsum(1)
@@ -311,7 +311,8 @@ def test_a_new_head_on_a_saved_encoder_is_initialised(tmp_path: Path) -> None:
     model = perturbed(DstgForMaskedLM(small_config("rope")))
     model.save_pretrained(tmp_path)
     other = DstgForSequenceClassification.from_pretrained(tmp_path, position="rp", num_labels=2)
-    assert not other.encoder.relative_bias.bucket.any() and not other.encoder.relative_bias.special.any()
+    for layer in other.encoder.layers:
+        assert not layer.attention.relative_bias.bucket.any() and not layer.attention.relative_bias.special.any()
     assert 0.01 < other.classifier.weight.std() < 0.03
     assert torch.equal(other.encoder.embed_tokens.weight, model.encoder.embed_tokens.weight)
 

@@ -86,7 +86,8 @@ def test_maps_of_components_multiply_to_the_attention(position: str, names: set[
     torch.manual_seed(0)
     model = DstgForMaskedLM(DstgConfig(**SIZES, position=position))
     with torch.no_grad():
-        model.encoder.relative_bias.bucket.normal_()
+        for layer in model.encoder.layers:
+            layer.attention.relative_bias.bucket.normal_()
     ids = torch.tensor([18, 3, 4, 5, 6, 19])
     second, first = component_maps(model, ids, [(1, 1), (0, 0)])
     assert set(first) == names and all(part.shape == (6, 6) for part in first.values())

@@ -51,10 +51,10 @@ def test_a_component_that_is_not_there_has_no_influence() -> None:
     for silent, name in (("ap", "ap"), ("rp", "rp"), ("semantic", "semantic")):
         model = small_model()
         with torch.no_grad():
-            if silent == "rp":
-                model.relative_bias.bucket.zero_()
-                model.relative_bias.special.zero_()
             for layer in model.layers:
+                if silent == "rp":
+                    layer.attention.relative_bias.bucket.zero_()
+                    layer.attention.relative_bias.special.zero_()
                 if silent == "ap":
                     layer.attention.position_qkv.weight[:16].zero_()
                 if silent == "semantic":

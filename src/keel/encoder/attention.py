@@ -88,7 +88,7 @@ class Layout:
 
 
 class RelativeBias(nn.Module):
-    """T5's learned bias by bucket of distance, and TUPE's three scalars for special tokens; shared by all layers."""
+    """T5's learned bias by bucket of distance, and TUPE's three scalars for special tokens."""
 
     def __init__(self, num_heads: int, num_buckets: int, max_distance: int) -> None:
         super().__init__()

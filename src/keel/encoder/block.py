@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from keel.encoder.attention import Layout, fused_attention
+from keel.encoder.attention import Layout, RelativeBias, fused_attention
 from keel.encoder.config import DstgConfig
 
 
@@ -24,15 +24,11 @@ class Surroundings:
 
     Attributes:
         layout: special tokens and visible pairs.
-        distance: [H, T, T] bias by relative position, complete where ``layout.shared``; None for "rope" and "ap".
-        scalars: [H, 3] of special tokens; None where ``layout.shared``.
         regular: [B or 1, 1, T, 1] 1 where a token is not special, else 0; "dstg" only.
         rotation: cos and sin, [B or 1, 1, T, K]; "rope" only.
     """
 
     layout: Layout
-    distance: Tensor | None = None
-    scalars: Tensor | None = None
     regular: Tensor | None = None
     rotation: tuple[Tensor, Tensor] | None = None
 
@@ -53,7 +49,10 @@ class StreamNorm(nn.Module):
 
 
 class StreamAttention(nn.Module):
-    """Queries, keys and values of each stream from that stream alone; one set of weights; an output projection a stream."""
+    """Queries, keys and values of each stream from that stream alone; one set of weights; an output projection a stream.
+
+    The bias by relative position is each block's own, so that the heads of one can be about words and those of another about places.
+    """
 
     def __init__(self, config: DstgConfig) -> None:
         super().__init__()
@@ -64,6 +63,9 @@ class StreamAttention(nn.Module):
             # Queries and keys as wide a head as the semantic ones, values as wide as their own stream.
             self.position_qkv = nn.Linear(position, 2 * semantic + position, bias=False)
             self.position_output = nn.Linear(position, position, bias=False)
+        self.relative_bias = None
+        if config.has_relative_bias:
+            self.relative_bias = RelativeBias(self.heads, config.relative_buckets, config.relative_max_distance)
         streams = 2 if config.disentangled and config.attention_scale == "streams" else 1
         self.scale = 1 / math.sqrt(streams * config.head_size)
 
@@ -92,7 +94,7 @@ class StreamAttention(nn.Module):
         query, key, value = (
             semantic if place is None else (torch.cat(pair, dim=-1) for pair in zip(semantic, place, strict=True))
         )
-        out = fused_attention(query, key, value, self.scale, around.layout, around.distance, around.scalars)
+        out = fused_attention(query, key, value, self.scale, around.layout, *self._bias(around, query.shape[-2]))
         if place is None:
             return self.semantic_output(_flat(out)), None
         split = semantic[2].shape[-1]
@@ -107,12 +109,21 @@ class StreamAttention(nn.Module):
         parts = {"semantic": self.scale * semantic[0] @ semantic[1].mT}
         if place is not None:
             parts["ap"] = self.scale * place[0] @ place[1].mT
-        if around.distance is not None and around.scalars is not None:
+        if self.relative_bias is not None:
             anywhere = Layout(around.layout.special, None)
-            parts["rp"] = anywhere.bias(around.distance, around.scalars, slice(None))
-        elif around.distance is not None:
-            parts["rp"] = around.distance[None]
+            parts["rp"] = anywhere.bias(
+                self.relative_bias(semantic_BTS.shape[1]), self.relative_bias.special, slice(None)
+            )
         return parts
+
+    def _bias(self, around: Surroundings, length: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias by distance [H, T, T] and the scalars of special tokens [H, 3]; one bias where all rows have the same."""
+        if self.relative_bias is None:
+            return None, None
+        distance, scalars = self.relative_bias(length), self.relative_bias.special
+        if around.layout.shared:
+            return around.layout.bias(distance, scalars, slice(None))[0], None
+        return distance, scalars
 
     def _by_head(self, channels_BTC: Tensor) -> Tensor:
         batch, tokens, _ = channels_BTC.shape

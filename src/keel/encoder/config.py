@@ -110,6 +110,11 @@ class DstgConfig(PreTrainedConfig):
         return self.position == "dstg"
 
     @property
+    def has_relative_bias(self) -> bool:
+        """Whether every block has a learned bias by relative position."""
+        return self.position in ("dstg", "rp")
+
+    @property
     def hidden_size(self) -> int:
         """Width of the whole state: the semantic stream's, and for "dstg" the position stream's behind it."""
         return self.semantic_size + (self.position_size if self.disentangled else 0)
@@ -150,6 +155,6 @@ def count_parameters(config: DstgConfig) -> int:
     tables = config.vocab_size * semantic + (config.readout_size + 1) * config.vocab_size
     if config.position in ("dstg", "ap"):
         tables += config.max_position_embeddings * (config.position_size if config.disentangled else semantic)
-    if config.position in ("dstg", "rp"):
-        tables += heads * (config.relative_buckets + 3)
+    if config.has_relative_bias:
+        layer += heads * (config.relative_buckets + 3)
     return norms + tables + config.num_hidden_layers * layer

@@ -63,11 +63,6 @@ class DstgModel(DstgPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.semantic_size, padding_idx=config.pad_token_id)
         table_size = {"dstg": config.position_size, "ap": config.semantic_size}.get(config.position)
         self.embed_positions = PositionTable(config.max_position_embeddings, table_size) if table_size else None
-        self.relative_bias = None
-        if config.position in ("dstg", "rp"):
-            self.relative_bias = RelativeBias(
-                config.num_attention_heads, config.relative_buckets, config.relative_max_distance
-            )
         self.layers = nn.ModuleList([DstgBlock(config) for _ in range(config.num_hidden_layers)])
         self.final_norm = StreamNorm(config)
         self.gradient_checkpointing = False
@@ -132,20 +127,16 @@ class DstgModel(DstgPreTrainedModel):
         position_ids: Tensor,
         document_starts: Tensor | None = None,
     ) -> Surroundings:
-        """Return what the blocks share in a pass over these tokens; the bias by distance is made here, once."""
+        """Return what the blocks share in a pass over these tokens."""
         visible = _visible(attention_mask, document_starts)
         if self.config.position == "rope":
             rotation = rotation_of(position_ids, self.config.head_size, self.config.rope_theta, self.dtype)
             return Surroundings(Layout(None, visible), rotation=rotation)
-        if self.relative_bias is None:
+        if not self.config.has_relative_bias:
             return Surroundings(Layout(None, visible))
-        layout = Layout(self._special(input_ids), visible)
-        assert layout.special is not None
-        distance, scalars = self.relative_bias(input_ids.shape[1]), self.relative_bias.special
-        regular = ~layout.special[:, None, :, None] if self.config.disentangled else None
-        if layout.shared:
-            return Surroundings(layout, layout.bias(distance, scalars, slice(None))[0], None, regular)
-        return Surroundings(layout, distance, scalars, regular)
+        special = self._special(input_ids)
+        regular = ~special[:, None, :, None] if self.config.disentangled else None
+        return Surroundings(Layout(special, visible), regular)
 
     def _special(self, input_ids: Tensor) -> Tensor:
         """Return where special tokens are: [1, T] bool where all rows agree, so that one bias serves them all."""

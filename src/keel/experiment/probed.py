@@ -163,7 +163,7 @@ def measure_heads(subject: Subject) -> list[ItemMetric]:
     """How many heads listen to each component of the logits, and what share of a layer's influence each has (DSTG §4 (3))."""
     wanted = subject.recipe.evaluation.heads
     assert wanted is not None
-    if subject.model.encoder.relative_bias is None:
+    if not subject.model.encoder.config.has_relative_bias:
         return []  # one component: there is nothing to hold it against
     subject.tell("what the heads listen to", 0, 1)
     tokenizer, rows_NT = subject.data.tokenizer, _rows(subject, wanted.length, wanted.documents)

@@ -82,7 +82,7 @@ def head_influence(model: Any, ids_NT: Tensor) -> HeadInfluence:
     """
     check_ids(ids_NT)
     encoder: DstgModel = getattr(model, "encoder", model)
-    if encoder.relative_bias is None:
+    if not encoder.config.has_relative_bias:
         raise KeelError(
             f"the attention of position={encoder.config.position!r} has one component only; give an encoder with 'dstg' or 'rp'"
         )
