@@ -90,6 +90,8 @@ def test_segments(lengths: list[int], length: int, count: int, starts: list[int]
         assert segment.bytes.tolist() == [position % 7 for position in range(low + 1, high)]
     ends = [start + length + 1 for start in starts]
     assert all(end <= start for end, start in zip(ends, [*starts[1:], len(stream)], strict=True))
+    anywhere = [segment.start for segment in evaluation_segments(stream, length, count, at_starts=False)]
+    assert anywhere == [index * len(stream) // count for index in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_the_shape_of_a_table_agrees_with_its_metrics() -> None:
     assert shape.cumulative[1] == pytest.approx(metrics["ap.variance_2pc"]) and shape.cumulative[-1] == pytest.approx(1)
     assert shape.power[0, :4].sum() == pytest.approx(metrics["ap.dct_low4_pc1"])
     assert shape.power[1, :4].sum() == pytest.approx(metrics["ap.dct_low4_pc2"])
-    assert shape.components.shape == (3, 40)
+    assert shape.components.shape == (3, 38)
 
 
 def test_tables_of_checkpoints_without_their_rows_for_padding(tmp_path: Path) -> None:

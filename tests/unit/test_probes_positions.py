@@ -135,14 +135,32 @@ def test_documents_add_up_to_the_mean_r2_of_the_divisions() -> None:
     targets = np.stack([position_targets(ids_T, {STOP}) for ids_T in ids])
     expected = np.zeros((seeds, 3))
     for seed in range(seeds):
-        parts = divide_documents(30, seed)
+        parts = divide_documents(np.arange(30), seed)
         whole = [(states[parts == part].reshape(-1, 4), targets[parts == part].reshape(-1, 3)) for part in range(3)]
         expected[seed] = reference_ridge_r2(*whole)
     for index, target in enumerate(("token", "segment", "progress")):
         explained_N, spread_N = found.r2[target, 1, "ap"]
         np.testing.assert_allclose(explained_N.sum() / spread_N.sum(), expected[:, index].mean(), rtol=0, atol=1e-6)
-    tested = np.array([divide_documents(30, seed) == 2 for seed in range(seeds)]).any(axis=0)
+    tested = np.array([divide_documents(np.arange(30), seed) == 2 for seed in range(seeds)]).any(axis=0)
     assert 0 < tested.sum() < 30 and np.array_equal(spread_N > 0, tested), "only documents that are tested on count"
+
+
+def test_documents_of_one_text_are_not_divided() -> None:
+    source_N = np.repeat(np.arange(20), 5)[np.random.default_rng(0).permutation(100)]
+    for seed in range(4):
+        parts = divide_documents(source_N, seed)
+        assert all(len(set(parts[source_N == source])) == 1 for source in range(20))
+        assert np.bincount(parts).tolist() == [60, 20, 20], "64, 16 and 20, and what of a text is beyond"
+    with pytest.raises(KeelError, match="100 documents of 2 texts"):
+        divide_documents(source_N % 2, 0)
+    torch.manual_seed(0)
+    model, ids = DstgModel(small_config()).eval(), documents(40, 16)
+    numbers = [7 * (row // 4) for row in range(40)]  # of any kind
+    found = probe_positions(model, ids, {STOP}, sources=numbers, seeds=2)
+    explained, spread = found.r2["token", 1, "ap"]
+    assert len(explained) == len(spread) == 10, "intervals are over texts"
+    alone = probe_positions(model, ids, {STOP}, seeds=2).r2["token", 1, "ap"]
+    assert explained.sum() / spread.sum() != pytest.approx(alone[0].sum() / alone[1].sum(), abs=1e-9)
 
 
 def test_every_layer_target_and_stream_has_a_metric() -> None:
@@ -195,17 +213,21 @@ def test_a_table_of_two_slow_waves() -> None:
     wave = lambda bin_: torch.cos(math.pi * bin_ * place / 64)  # noqa: E731
     directions = torch.linalg.qr(torch.randn(10, 3)).Q
     table = 5 + math.sqrt(3) * wave(1)[:, None] * directions[:, 0] + wave(3)[:, None] * directions[:, 1]
-    found = table_metrics(table)
-    assert all(value == pytest.approx(1, abs=1e-6) for value in found.values())
+    ends = 50 * torch.randn(2, 1, 10)  # the rows of [CLS] and [SEP] have no part in it
+    found = table_metrics(torch.cat((ends[0], table, ends[1])))
+    chance = found.pop("ap.variance_2pc_random")
+    assert all(value == pytest.approx(1, abs=1e-6) for value in found.values()) and 0.2 < chance < 0.5
     with_fast = table + wave(20)[:, None] * directions[:, 2] * math.sqrt(2)
-    found = table_metrics(with_fast)
+    found = table_metrics(torch.cat((ends[0], with_fast, ends[1])))
     assert found["ap.variance_2pc"] == pytest.approx(5 / 6, abs=1e-5)
     assert found["ap.dct_low4_pc1"] == pytest.approx(1, abs=1e-5) and found["ap.dct_low4_pc2"] < 1e-5
 
 
 def test_a_table_of_noise_and_one_that_is_flat() -> None:
     found = table_metrics(torch.randn(256, 48))
+    assert found["ap.variance_2pc"] == pytest.approx(found["ap.variance_2pc_random"], abs=0.01)
+    assert found["ap.variance_2pc_excess"] == pytest.approx(0, abs=0.01)
     assert found["ap.variance_2pc"] < 0.15 and max(found["ap.dct_low4_pc1"], found["ap.dct_low4_pc2"]) < 0.15
     assert all(math.isnan(value) for value in table_metrics(torch.full((8, 3), 0.1)).values())
-    with pytest.raises(ShapeError, match="at least 5 positions"):
-        table_metrics(torch.zeros(4, 3))
+    with pytest.raises(ShapeError, match="at least 7 positions"):
+        table_metrics(torch.zeros(6, 3))

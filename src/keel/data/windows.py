@@ -72,11 +72,13 @@ class Segment:
     start: int
 
 
-def evaluation_segments(stream: TokenStream, length: int, count: int) -> list[Segment]:
+def evaluation_segments(stream: TokenStream, length: int, count: int, *, at_starts: bool = True) -> list[Segment]:
     """Return ``count`` segments of ``length`` targets, spread evenly over the stream and not overlapping.
 
     The stream is divided into ``count`` equal stretches with a segment in each, at the stretch's first document start
     where the segment still fits, else at the stretch's beginning. The choice depends on nothing but the arguments.
+
+    Args: at_starts: False for all at the beginnings of their stretches. How documents begin may tell how far a token is into one.
 
     Raises: KeelError for a size below 1, or where the segments do not fit.
     """
@@ -89,13 +91,13 @@ def evaluation_segments(stream: TokenStream, length: int, count: int) -> list[Se
             f" give more text, fewer segments, or lengths up to {max(0, len(stream) // count - 1):,}"
         )
     bounds = [index * len(stream) // count for index in range(count + 1)]
-    return [_segment(stream, length, low, high) for low, high in pairwise(bounds)]
+    return [_segment(stream, length, low, high, at_starts) for low, high in pairwise(bounds)]
 
 
-def _segment(stream: TokenStream, length: int, low: int, high: int) -> Segment:
+def _segment(stream: TokenStream, length: int, low: int, high: int, at_starts: bool) -> Segment:
     """Return the segment within tokens ``low .. high - 1``, of which there are at least ``length + 1``."""
     first = int(np.searchsorted(stream.starts, low))
-    fits = first < len(stream.starts) and int(stream.starts[first]) + length + 1 <= high
+    fits = at_starts and first < len(stream.starts) and int(stream.starts[first]) + length + 1 <= high
     start = int(stream.starts[first]) if fits else low
     targets = slice(start + 1, start + length + 1)
     return Segment(

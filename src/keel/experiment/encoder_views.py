@@ -25,6 +25,16 @@ _MAP_TOKENS = 64
 _TRAJECTORY_TOKENS = 160
 
 
+def texts_of(subject: Subject, length: int, count: int) -> tuple[Tensor, list[int]]:
+    """Return stretches of the test split, [count, length], and the document that each begins in.
+
+    They begin anywhere: where documents do, what they begin with would tell how far a token is into one.
+    """
+    assert isinstance(subject.data, TokenCorpus)
+    segments = evaluation_segments(subject.data.test, length - 1, count, at_starts=False)
+    return torch.stack([segment.ids for segment in segments]), [int(segment.document_T[0]) for segment in segments]
+
+
 def ends_of(subject: Subject) -> tuple[int, int]:
     """Return the ids of [CLS] and [SEP]."""
     tokenizer = subject.data.tokenizer
@@ -86,10 +96,9 @@ def measure_inter_model(subject: Subject) -> list[ItemMetric]:
     if not path.is_dir():
         raise KeelError(f"evaluation.inter_model: arm {wanted.target!r} has no weights at {path}; run it first")
     target = DstgForMaskedLM.from_pretrained(path).to(subject.device)
-    assert isinstance(subject.data, TokenCorpus)
-    segments = evaluation_segments(subject.data.test, wanted.length - 1, wanted.documents)
-    rows_NT = torch.stack([segment.ids for segment in segments])
-    found = probe_between(subject.model, target, rows_NT, ends=ends_of(subject), seeds=wanted.divisions)
+    rows_NT, sources = texts_of(subject, wanted.length, wanted.documents)
+    ends = ends_of(subject)
+    found = probe_between(subject.model, target, rows_NT, sources=sources, ends=ends, seeds=wanted.divisions)
     return [mean(name, each, unit="R²", higher_is_better=True) for name, each in found.items()]
 
 

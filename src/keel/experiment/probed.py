@@ -11,7 +11,7 @@ from torch import Tensor
 from keel.data import TaskData, TokenCorpus, evaluation_segments
 from keel.data.languages.dyck import depths
 from keel.evaluation.items import ItemMetric, mean
-from keel.experiment.encoder_views import keep_heads, keep_positions
+from keel.experiment.encoder_views import ends_of, keep_heads, keep_positions, texts_of
 from keel.experiment.pictures import GATES_PREFIX
 from keel.experiment.subject import Subject
 from keel.probes.attention_span import attention_spans
@@ -137,10 +137,9 @@ def measure_position_probe(subject: Subject) -> list[ItemMetric]:
     wanted = subject.recipe.evaluation.position_probe
     assert wanted is not None
     subject.tell("positions in the states", 0, 1)
-    tokenizer = subject.data.tokenizer
-    ends = (int(tokenizer.cls_token_id), int(tokenizer.sep_token_id))
-    rows_NT = _rows(subject, wanted.length, wanted.documents)
-    found = probe_positions(subject.model, rows_NT, boundary_ids(tokenizer), ends=ends, seeds=wanted.divisions)
+    rows_NT, sources = texts_of(subject, wanted.length, wanted.documents)
+    boundaries, ends = boundary_ids(subject.data.tokenizer), ends_of(subject)
+    found = probe_positions(subject.model, rows_NT, boundaries, sources=sources, ends=ends, seeds=wanted.divisions)
     metrics = [
         ItemMetric(
             name=name,
@@ -166,8 +165,8 @@ def measure_heads(subject: Subject) -> list[ItemMetric]:
     if not subject.model.encoder.config.has_relative_bias:
         return []  # one component: there is nothing to hold it against
     subject.tell("what the heads listen to", 0, 1)
-    tokenizer, rows_NT = subject.data.tokenizer, _rows(subject, wanted.length, wanted.documents)
-    first, last = (rows_NT.new_full((len(rows_NT), 1), end) for end in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    rows_NT, _ = texts_of(subject, wanted.length, wanted.documents)
+    first, last = (rows_NT.new_full((len(rows_NT), 1), end) for end in ends_of(subject))
     found = head_influence(subject.model, torch.cat((first, rows_NT, last), dim=1))
     keep_heads(subject, found)
     metrics = [mean(name, [count], unit="heads", higher_is_better=None) for name, count in found.counts().items()]

@@ -19,7 +19,7 @@ from transformers import AutoModel
 from keel.encoder import DstgModel
 from keel.errors import KeelError
 from keel.probes.heads import parts_by_layer
-from keel.probes.positions import block_states, position_targets
+from keel.probes.positions import block_states, inner_rows, position_targets, principal_components
 from keel.probes.recording import quiet
 
 _SHOWN = 3
@@ -107,7 +107,7 @@ class TableShape:
 
     Attributes:
         cumulative: [C], share of the variance of the rows in the first 1, 2, … principal components.
-        components: [3, P], the first of them along the positions, of unit length.
+        components: [3, P - 2], the first of them along the positions but the first and the last, of unit length.
         power: [3, 16], share of their power in the first bins of the DCT-II.
     """
 
@@ -118,12 +118,11 @@ class TableShape:
 
 def table_shape(table_PD: Tensor) -> TableShape:
     """Describe a position table; the numbers of ``table_metrics`` are among these."""
-    table = table_PD.detach().double().cpu().numpy()
-    left_PC, strength_C, _ = np.linalg.svd(table - table.mean(axis=0), full_matrices=False)
+    left_PC, power_C = principal_components(inner_rows(table_PD))
     components = left_PC[:, :_SHOWN].T
     components = components * np.where(components[:, :1] < 0, -1.0, 1.0)
     power = dct(components, type=2, norm="ortho", axis=1) ** 2
-    total = (strength_C**2).cumsum()
+    total = power_C.cumsum()
     return TableShape(cumulative=total / total[-1], components=components, power=power[:, :_BINS])
 
 

@@ -5,6 +5,7 @@ Shapes: N documents, T tokens, D channels of the encoder that is read, K channel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,13 @@ _BATCH = 4
 
 
 def probe_between(
-    model: Any, target: Any, documents_NT: Tensor, *, ends: tuple[int, int] | None = None, seeds: int = 5
+    model: Any,
+    target: Any,
+    documents_NT: Tensor,
+    *,
+    sources: Sequence[int] | None = None,
+    ends: tuple[int, int] | None = None,
+    seeds: int = 5,
 ) -> dict[str, tuple[float, ...]]:
     """Regress the streams of a disentangled encoder on the states of another one, block by block.
 
@@ -26,6 +33,7 @@ def probe_between(
         model: the encoder that is read, a ``DstgModel`` or one with a head.
         target: the one whose absolute-position and semantic channels are to be told; ``position`` "dstg", as many blocks.
         documents_NT: ids of text, [N, T], N >= 10, of the vocabulary of both.
+        sources: as for ``probe_positions``.
         ends: ids of [CLS] and [SEP], which are put around every document and not probed.
         seeds: how often the documents are divided anew, as for ``probe_positions``.
     Returns: ``inter.ap_r2@layer<k>`` and ``inter.semantic_r2@layer<k>``: R² on test documents, mean over the channels told, a value a seed.
@@ -34,7 +42,8 @@ def probe_between(
     reader, told = (getattr(each, "encoder", each) for each in (model, target))
     _check(reader, told, documents_NT)
     width, channels = reader.config.hidden_size, told.config.hidden_size
-    parts_SN = [divide_documents(len(documents_NT), seed) for seed in range(seeds)]
+    source_N = np.arange(len(documents_NT)) if sources is None else np.unique(sources, return_inverse=True)[1]
+    parts_SN = [divide_documents(source_N, seed) for seed in range(seeds)]
     blocks = reader.config.num_hidden_layers
     moments = [[[Moments(width, channels) for _ in range(3)] for _ in range(seeds)] for _ in range(blocks)]
     for start in range(0, len(documents_NT), _BATCH):

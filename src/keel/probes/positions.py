@@ -28,6 +28,7 @@ from keel.probes.recording import quiet
 TARGETS = ("token", "segment", "progress")
 ALPHAS = tuple(10.0**power for power in range(-2, 7))
 _BATCH = 4
+_RANDOM_TABLES = 20
 
 Array = NDArray[np.float64]
 
@@ -162,12 +163,12 @@ def reference_ridge_r2(fit: tuple[Array, Array], tune: tuple[Array, Array], test
 
 @dataclass(frozen=True, kw_only=True)
 class PositionProbe:
-    """R² of every probe, document by document, so that the documents can be drawn anew for an interval.
+    """R² of every probe, source by source, so that the sources can be drawn anew for an interval.
 
     Attributes:
-        r2: (target, layer, stream) -> what the probe explains of each document's squares and what there is to explain, [N] each. Over all
-            documents their ratio is the mean over the divisions of R² on the documents to test. Both are 0 for a document that is never
-            tested on. Stream "" is the whole state, "ap" and "sem" its parts.
+        r2: (target, layer, stream) -> what the probe explains of the squares of each source's documents and what there is to explain,
+            [sources] each. Over all their ratio is the mean over the divisions of R² on the documents to test. Both are 0 for a source that
+            is never tested on. Stream "" is the whole state, "ap" and "sem" its parts.
         blocks: of the encoder.
         documents: how many were used to fit, to choose the penalty, and to test.
     """
@@ -199,6 +200,7 @@ def probe_positions(
     documents_NT: Tensor,
     boundaries: Collection[int],
     *,
+    sources: Sequence[int] | None = None,
     ends: tuple[int, int] | None = None,
     seeds: int = 5,
 ) -> PositionProbe:
@@ -210,9 +212,10 @@ def probe_positions(
         model: a ``DstgModel`` or one with a head.
         documents_NT: ids of text, [N, T], N >= 10.
         boundaries: from ``boundary_ids``.
+        sources: number of the text that each document is of, [N]; those of one are never divided. None for one each.
         ends: ids of [CLS] and [SEP], which are put around every document and not probed.
         seeds: how often the documents are divided anew: 64 % to fit, 16 % to choose the penalty, 20 % to test.
-    Raises: KeelError for fewer than 10 documents; ShapeError.
+    Raises: KeelError for fewer than 10 documents, or of too few texts; ShapeError.
     """
     if documents_NT.dim() != 2:
         raise ShapeError(f"documents_NT: expected [documents, tokens], got {list(documents_NT.shape)}")
@@ -220,7 +223,8 @@ def probe_positions(
         raise KeelError(f"{len(documents_NT)} documents are too few to fit, tune and test a probe; give at least 10")
     encoder: DstgModel = getattr(model, "encoder", model)
     config = encoder.config
-    parts_SN = [divide_documents(len(documents_NT), seed) for seed in range(seeds)]
+    source_N = np.arange(len(documents_NT)) if sources is None else np.unique(sources, return_inverse=True)[1]
+    parts_SN = [divide_documents(source_N, seed) for seed in range(seeds)]
     targets_NTK = np.stack([position_targets(ids_T.cpu(), boundaries) for ids_T in documents_NT])
     moments = [
         [[Moments(config.hidden_size, len(TARGETS)) for _ in range(2)] for _ in range(seeds)]
@@ -251,9 +255,10 @@ def probe_positions(
                     missed[layer, stream][seed, row] = (missed_TK**2).sum(axis=0)
     r2 = {}
     for (layer, stream), missed_SNK in missed.items():
-        explained_NK, spread_NK = _over_divisions(np.stack(spreads_SNK), missed_SNK)
+        both = _over_divisions(np.stack(spreads_SNK), missed_SNK)
         for index, target in enumerate(TARGETS):
-            r2[target, layer, stream] = (explained_NK[:, index], spread_NK[:, index])
+            explained, spread = (_by_source(each_NK[:, index], source_N) for each_NK in both)
+            r2[target, layer, stream] = (explained, spread)
     counts = np.bincount(parts_SN[0], minlength=3)
     documents = (int(counts[0]), int(counts[1]), int(counts[2]))
     return PositionProbe(r2=r2, blocks=config.num_hidden_layers, documents=documents)
@@ -286,13 +291,29 @@ def _over_divisions(spread_SNK: Array, missed_SNK: Array) -> tuple[Array, Array]
     return ((spread_SNK - missed_SNK) * weight_S1K).sum(axis=0), (spread_SNK * weight_S1K).sum(axis=0)
 
 
-def divide_documents(count: int, seed: int) -> NDArray[np.int64]:
-    """Return for each document whether it is fitted (0), tuned on (1) or tested on (2)."""
-    test, tune = max(1, round(0.2 * count)), max(1, round(0.16 * count))
-    parts = np.zeros(count, dtype=np.int64)
-    order = np.random.default_rng(seed).permutation(count)
-    parts[order[:test]], parts[order[test : test + tune]] = 2, 1
-    return parts
+def _by_source(values_N: Array, source_N: NDArray[np.int64]) -> Array:
+    """Return the sums over the documents of each source."""
+    return np.bincount(source_N, weights=values_N).astype(np.float64)
+
+
+def divide_documents(source_N: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return for each document whether it is fitted (0), tuned on (1) or tested on (2): all of a source alike.
+
+    Args: source_N: numbers from 0 without gaps.
+    Raises: KeelError where the documents are of so few sources that nothing is left for one of the three.
+    """
+    test, tune = max(1, round(0.2 * len(source_N))), max(1, round(0.16 * len(source_N)))
+    sizes = np.bincount(source_N)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    begins = np.cumsum(sizes[order]) - sizes[order]  # documents of the sources before
+    part_of = np.empty(len(sizes), dtype=np.int64)
+    part_of[order] = np.where(begins < test, 2, np.where(begins < test + tune, 1, 0))
+    if len(np.unique(part_of)) < 3:
+        raise KeelError(
+            f"{len(source_N)} documents of {len(sizes)} texts cannot be divided to fit, tune and test a probe; give more texts"
+        )
+    found: NDArray[np.int64] = part_of[source_N]
+    return found
 
 
 def block_states(encoder: DstgModel, ids_BT: Tensor, ends: tuple[int, int] | None) -> Sequence[Tensor]:
@@ -309,21 +330,48 @@ def block_states(encoder: DstgModel, ids_BT: Tensor, ends: tuple[int, int] | Non
 def table_metrics(table_PD: Tensor) -> dict[str, float]:
     """Describe a learned position table (§4 (1), App. B.1).
 
-    Returns: ``ap.variance_2pc``, the share of the rows' variance in two principal components; ``ap.dct_low4_pc1`` and ``_pc2``, the share
-    of a component's power over positions in the first four bins of its DCT-II (bin 0 is empty: components have mean zero). All 0 to 1;
-    NaN for a table whose rows are equal.
-    Raises: ShapeError for less than five rows or two columns.
+    The first and the last row are left out: they only ever belong to [CLS] and [SEP].
+
+    Returns: ``ap.variance_2pc``, the share of the rows' variance in two principal components; ``ap.variance_2pc_random``, what tables of
+    this size with normal numbers have (the less, the more channels: tables of different widths compare by what is above it alone);
+    ``ap.variance_2pc_excess`` = (share - random) / (1 - random); ``ap.dct_low4_pc1`` and ``_pc2``, the share of a component's power over
+    positions in the first four bins of its DCT-II (bin 0 is empty: components have mean zero). All at most 1; NaN for a table whose rows
+    are equal.
+    Raises: ShapeError for less than seven rows or two columns.
     """
-    if table_PD.dim() != 2 or table_PD.shape[0] < 5 or table_PD.shape[1] < 2:
-        raise ShapeError(f"table_PD: expected at least 5 positions and 2 channels, got {list(table_PD.shape)}")
-    table = table_PD.detach().double().cpu().numpy()
-    left_PC, strength_C, _ = np.linalg.svd(table - table.mean(axis=0), full_matrices=False)
-    power_C = strength_C**2
+    if table_PD.dim() != 2 or table_PD.shape[0] < 7 or table_PD.shape[1] < 2:
+        raise ShapeError(f"table_PD: expected at least 7 positions and 2 channels, got {list(table_PD.shape)}")
+    table = inner_rows(table_PD)
+    left_PC, power_C = principal_components(table)
     total = float(power_C.sum())
+    names = [
+        f"ap.{name}"
+        for name in ("variance_2pc", "variance_2pc_random", "variance_2pc_excess", "dct_low4_pc1", "dct_low4_pc2")
+    ]
     if total <= 1e-20 * max(1.0, float((table**2).sum())):
-        return dict.fromkeys(("ap.variance_2pc", "ap.dct_low4_pc1", "ap.dct_low4_pc2"), math.nan)
-    found = {"ap.variance_2pc": float(power_C[:2].sum()) / total}
+        return dict.fromkeys(names, math.nan)
+    share, chance = float(power_C[:2].sum()) / total, _random_share(*table.shape)
+    low = []
     for index in range(2):
         bins_P = dct(left_PC[:, index], type=2, norm="ortho") ** 2
-        found[f"ap.dct_low4_pc{index + 1}"] = float(bins_P[:4].sum() / bins_P.sum())
-    return found
+        low.append(float(bins_P[:4].sum() / bins_P.sum()))
+    return dict(zip(names, (share, chance, (share - chance) / (1 - chance), *low), strict=True))
+
+
+def inner_rows(table_PD: Tensor) -> Array:
+    """Return a table without its first and last row."""
+    rows: Array = table_PD.detach().double().cpu().numpy()[1:-1]
+    return rows
+
+
+def principal_components(table_PC: Array) -> tuple[Array, Array]:
+    """Return the courses of the components over the rows, as columns of length 1, and the squares of their strengths."""
+    left_PC, strength_C, _ = np.linalg.svd(table_PC - table_PC.mean(axis=0), full_matrices=False)
+    return left_PC, strength_C**2
+
+
+def _random_share(rows: int, channels: int) -> float:
+    """Return the share of the variance that two components have in tables of normal numbers."""
+    generator = np.random.default_rng(0)
+    powers = [principal_components(generator.normal(size=(rows, channels)))[1] for _ in range(_RANDOM_TABLES)]
+    return float(np.mean([power_C[:2].sum() / power_C.sum() for power_C in powers]))
