@@ -97,10 +97,16 @@ def test_every_arm_has_the_documented_metrics(run: tuple[Recipe, Results, Path])
     probes = [
         f"probe.{target}_r2{where}" for target in ("token", "segment", "progress") for where in ("", "@last", "@layer1")
     ]
-    everywhere = ["mlm.loss", "mlm.accuracy", *probes, "squad.em", "squad.f1"]
+    everywhere = ["mlm.loss", "mlm.accuracy", "mlm.loss_by_counts", *probes, "squad.em", "squad.f1"]
     everywhere += [f"glue.{task}" for task in recipe.evaluation.glue.tasks]
     everywhere += [f"linguistic.{probe}" for probe in recipe.evaluation.linguistic.probes]
-    table = ["ap.variance_2pc", "ap.dct_low4_pc1", "ap.dct_low4_pc2"]
+    table = [
+        "ap.variance_2pc",
+        "ap.variance_2pc_random",
+        "ap.variance_2pc_excess",
+        "ap.dct_low4_pc1",
+        "ap.dct_low4_pc2",
+    ]
     streams = [f"probe.token_r2.{stream}{where}" for stream in ("ap", "sem") for where in ("", "@layer0")]
     heads = [f"heads.{name}{kind}" for name in ("semantic", "ap", "rp") for kind in ("", "_fraction")]
     wanted = {

@@ -187,12 +187,13 @@ def test_the_scores_of_a_model_that_is_known() -> None:
         {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([-100, 0, 1])},
         {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([-100, 0, -100])},
     ]
-    loss, accuracy = masked_scores(Guesser(), windows, "mlm")
-    assert (loss.name, accuracy.name) == ("mlm.loss", "mlm.accuracy")
+    loss, accuracy, counted = masked_scores(Guesser(), windows, "mlm", seen_V=torch.tensor([2, 0, 0, 0]))
+    assert (loss.name, accuracy.name, counted.name) == ("mlm.loss", "mlm.accuracy", "mlm.loss_by_counts")
+    assert counted.value == pytest.approx(loss.value), "counts, with one more of each, are what the guesser goes by"
     assert loss.value == pytest.approx((2 * math.log(2) + math.log(6)) / 3)
     assert accuracy.value == pytest.approx(2 / 3)
     with pytest.raises(KeelError, match="no windows"):
-        masked_scores(Guesser(), [], "mlm")
+        masked_scores(Guesser(), [], "mlm", seen_V=torch.ones(4))
 
 
 WRONG = {

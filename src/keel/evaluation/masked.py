@@ -23,6 +23,7 @@ def masked_scores(
     windows: Sequence[dict[str, Tensor]],
     family: str,
     *,
+    seen_V: Tensor,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> list[ItemMetric]:
@@ -32,8 +33,10 @@ def masked_scores(
         model: a masked language model that gives logits [B, T, V].
         windows: {"input_ids", "labels"} of equal length, labels -100 but where masked; each is one item of the intervals.
         family: of the metrics' names.
+        seen_V: how often each token stands in the training text.
         progress: called with the number of finished windows.
-    Returns: ``<family>.loss``, nats a masked token, and ``<family>.accuracy``, the share that was the likeliest.
+    Returns: ``<family>.loss``, nats a masked token; ``<family>.accuracy``, the share that was the likeliest; ``<family>.loss_by_counts``,
+    the loss of who guesses by how often tokens are: a model that is no better has not begun to look at what stands around a gap.
     Raises: KeelError for no windows.
     """
     if not windows:
@@ -41,6 +44,8 @@ def masked_scores(
     nats: list[float] = []
     hits: list[float] = []
     counts: list[float] = []
+    by_counts: list[float] = []
+    rarity_V = -torch.log_softmax(seen_V.double().add(1).log(), dim=0)
     with evaluating(model):
         for start in range(0, len(windows), _BATCH):
             batch = windows[start : start + _BATCH]
@@ -50,6 +55,7 @@ def masked_scores(
             losses_BT = F.cross_entropy(logits_BTV.mT, labels_BT, reduction="none", ignore_index=-100)
             nats += losses_BT.double().sum(dim=1).tolist()
             hits += (logits_BTV.argmax(dim=-1) == labels_BT).double().sum(dim=1).tolist()
+            by_counts += [float(rarity_V[window["labels"][window["labels"].ne(-100)]].sum()) for window in batch]
             counts += labels_BT.ne(-100).double().sum(dim=1).tolist()
             if progress is not None:
                 progress(len(nats))
@@ -66,6 +72,13 @@ def masked_scores(
             unit="share of tokens",
             higher_is_better=True,
             numerators=tuple(hits),
+            denominators=tuple(counts),
+        ),
+        ItemMetric(
+            name=f"{family}.loss_by_counts",
+            unit="nats a masked token",
+            higher_is_better=None,
+            numerators=tuple(by_counts),
             denominators=tuple(counts),
         ),
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -372,6 +373,9 @@ def _masked(subject: Subject) -> list[ItemMetric]:
         subject.model,
         [windows[index * len(windows) // wanted.count] for index in range(wanted.count)],
         wanted.name,
+        seen_V=torch.bincount(
+            torch.from_numpy(np.asarray(subject.data.train.ids)), minlength=len(subject.data.tokenizer)
+        ),
         device=subject.device,
         progress=lambda done: subject.tell(f"masked windows of {wanted.length:,}", done, wanted.count),
     )
