@@ -90,6 +90,19 @@ def test_a_tree_in_the_states_is_found_and_noise_is_not() -> None:
     assert noise < 0.6
 
 
+def test_the_size_of_the_states_changes_nothing() -> None:
+    """In a pre-norm host they grow from layer to layer; the probe of the first had learnt a tenth of what that of the last had."""
+    sentences = [_sentence(seed) for seed in range(24)]
+    plain = [_embedded(one) for one in sentences]
+    states = [torch.stack([rows, 0.01 * rows]) for rows in plain]
+    probes = fit_probes(states, sentences, rank=16, epochs=5, learning_rate=0.02, seed=0)
+    alone = [fit_probes([each[layer : layer + 1] for each in states], sentences, 16, 5, 0.02, 0) for layer in range(2)]
+    torch.testing.assert_close(alone[1], 100 * alone[0], rtol=1e-4, atol=1e-4)
+    assert float((100 * probes[0]).norm() / probes[1].norm()) == pytest.approx(1, rel=0.2), (
+        "other random numbers, as much learnt"
+    )
+
+
 def _embedded(sentence: ParsedSentence) -> torch.Tensor:
     rows = torch.zeros(len(sentence.words), 24)
     for word, head in enumerate(sentence.heads):

@@ -153,9 +153,14 @@ def fit_probes(
     seed: int,
     tell: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Tensor:
-    """Fit one probe a layer, all at once, since none depends on another. Returns: [L + 1, R, D]."""
+    """Fit one probe a layer, all at once, since none depends on another. Returns: [L + 1, R, D].
+
+    Each is fitted on states of mean square 1 a channel: a layer of small numbers would else have learnt less of its probe by the last step,
+    and layers could not be compared.
+    """
     layers, _, width = states[0].shape
     generator = torch.Generator().manual_seed(seed)
+    scale_L11 = torch.cat([each.square().mean(-1) for each in states], 1).mean(1).sqrt().clamp(min=1e-12)[:, None, None]
     probes_LRD = torch.nn.Parameter((torch.rand(layers, rank, width, generator=generator) - 0.5) / 10)
     optimizer = torch.optim.Adam([probes_LRD], lr=learning_rate)
     gold = [tree_distances(sentence) for sentence in sentences]
@@ -166,12 +171,12 @@ def fit_probes(
         for number in torch.randperm(len(batches), generator=generator).tolist():
             loss = torch.zeros(())
             for index in batches[number]:
-                apart_LWW = _squared(probes_LRD, states[index])
+                apart_LWW = _squared(probes_LRD, states[index] / scale_L11)
                 loss = loss + (apart_LWW - gold[index]).abs().sum() / apart_LWW.shape[1] ** 2
             optimizer.zero_grad()
             (loss / len(batches[number])).backward()
             optimizer.step()
-    return probes_LRD.detach()
+    return probes_LRD.detach() / scale_L11
 
 
 def _squared(probes_LRD: Tensor, states_LWD: Tensor) -> Tensor:
