@@ -345,10 +345,10 @@ def test_benchmark_files(tmp_path: Path) -> None:
     judged = read_questions("cola", str(tmp_path / "c.tsv"))
     assert [one.answer for one in judged] == [1, 0]
     assert prompt_of(judged[0]).endswith("0 or 1.\nSentence: The dog slept.\nAnswer:")
-    pair = {"sentence_good": "a", "sentence_bad": "b", "UID": "u", "field": "f"}
+    pair = {"sentence_good": "a", "sentence_bad": "b", "UID": "u", "field": "f/g"}  # spelt "f_g" in its other files
     (tmp_path / "b").mkdir()
     (tmp_path / "b/p.jsonl").write_text("\n".join([json.dumps(pair)] * 3), encoding="utf-8")
-    assert read_pairs(str(tmp_path / "b"), count=2) == [MinimalPair(good="a", bad="b", paradigm="u", field="f")] * 2
+    assert read_pairs(str(tmp_path / "b"), count=2) == [MinimalPair(good="a", bad="b", paradigm="u", field="f_g")] * 2
     with pytest.raises(KeelError, match="not of the form of mmlu"):
         read_questions("mmlu", str(tmp_path / "c.tsv"))
     with pytest.raises(KeelError, match="no benchmark 'wino'"):

@@ -50,7 +50,8 @@ def _pair(row: Mapping[str, Any], source: str) -> MinimalPair:
         good, bad, paradigm, field = (row[name] for name in ("sentence_good", "sentence_bad", "UID", "field"))
     except KeyError as error:
         raise KeelError(f"{source} holds no minimal pairs (field {error}); give BLiMP's own files") from error
-    return MinimalPair(good=good, bad=bad, paradigm=paradigm, field=field)
+    # One of BLiMP's files spells "syntax_semantics" with a slash.
+    return MinimalPair(good=good, bad=bad, paradigm=paradigm, field=field.replace("/", "_"))
 
 
 def minimal_pairs(
