@@ -59,26 +59,19 @@ def masked_scores(
             counts += labels_BT.ne(-100).double().sum(dim=1).tolist()
             if progress is not None:
                 progress(len(nats))
+    nats_each = "nats a masked token"
+    rows: list[tuple[str, str, bool | None, list[float]]] = [
+        ("loss", nats_each, False, nats),
+        ("accuracy", "share of tokens", True, hits),
+        ("loss_by_counts", nats_each, None, by_counts),
+    ]
     return [
         ItemMetric(
-            name=f"{family}.loss",
-            unit="nats a masked token",
-            higher_is_better=False,
-            numerators=tuple(nats),
+            name=f"{family}.{name}",
+            unit=unit,
+            higher_is_better=better,
+            numerators=tuple(values),
             denominators=tuple(counts),
-        ),
-        ItemMetric(
-            name=f"{family}.accuracy",
-            unit="share of tokens",
-            higher_is_better=True,
-            numerators=tuple(hits),
-            denominators=tuple(counts),
-        ),
-        ItemMetric(
-            name=f"{family}.loss_by_counts",
-            unit="nats a masked token",
-            higher_is_better=None,
-            numerators=tuple(by_counts),
-            denominators=tuple(counts),
-        ),
+        )
+        for name, unit, better, values in rows
     ]

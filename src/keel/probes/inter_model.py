@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keel.encoder import DstgModel
 from keel.errors import KeelError
-from keel.probes.positions import Moments, block_states, divide_documents, products, ridge_r2
+from keel.probes.positions import Moments, block_states, divide_documents, numbered, products, ridge_r2
 
 _BATCH = 4
 
@@ -42,7 +42,7 @@ def probe_between(
     reader, told = (getattr(each, "encoder", each) for each in (model, target))
     _check(reader, told, documents_NT)
     width, channels = reader.config.hidden_size, told.config.hidden_size
-    source_N = np.arange(len(documents_NT)) if sources is None else np.unique(sources, return_inverse=True)[1]
+    source_N = numbered(sources, len(documents_NT))
     parts_SN = [divide_documents(source_N, seed) for seed in range(seeds)]
     blocks = reader.config.num_hidden_layers
     moments = [[[Moments(width, channels) for _ in range(3)] for _ in range(seeds)] for _ in range(blocks)]

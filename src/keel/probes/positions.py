@@ -223,7 +223,7 @@ def probe_positions(
         raise KeelError(f"{len(documents_NT)} documents are too few to fit, tune and test a probe; give at least 10")
     encoder: DstgModel = getattr(model, "encoder", model)
     config = encoder.config
-    source_N = np.arange(len(documents_NT)) if sources is None else np.unique(sources, return_inverse=True)[1]
+    source_N = numbered(sources, len(documents_NT))
     parts_SN = [divide_documents(source_N, seed) for seed in range(seeds)]
     targets_NTK = np.stack([position_targets(ids_T.cpu(), boundaries) for ids_T in documents_NT])
     moments = [
@@ -294,6 +294,12 @@ def _over_divisions(spread_SNK: Array, missed_SNK: Array) -> tuple[Array, Array]
 def _by_source(values_N: Array, source_N: NDArray[np.int64]) -> Array:
     """Return the sums over the documents of each source."""
     return np.bincount(source_N, weights=values_N).astype(np.float64)
+
+
+def numbered(sources: Sequence[int] | None, count: int) -> NDArray[np.int64]:
+    """Return the sources of ``count`` documents as numbers from 0 without gaps; None for one each."""
+    found: NDArray[np.int64] = np.arange(count) if sources is None else np.unique(sources, return_inverse=True)[1]
+    return found
 
 
 def divide_documents(source_N: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
