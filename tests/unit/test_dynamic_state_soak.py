@@ -122,9 +122,10 @@ def test_a_long_run_under_faults(batch: int, length: int) -> None:
             failed += signals["failures"][0, 0]
             if t in (SETTLED, (SETTLED + length) // 2, length - 1):
                 history.append(held())
-    # What leaks a token leaks in both halves; another thread of the process, or the allocator, may take something once.
+    # What leaks a token leaks in both halves, and a tensor kept is counted, however small. The bytes are a backstop with room for the
+    # allocator, which after hundreds of other tests in the same process gives and takes some megabytes.
     grown = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(history)]
-    assert min(tensors for tensors, _ in grown) <= 4 and min(size for _, size in grown) <= 2 * 2**20, grown
+    assert min(tensors for tensors, _ in grown) <= 4 and min(size for _, size in grown) <= 16 * 2**20, grown
     assert min(modes[mode] for mode in Mode) > length / 50, modes
     assert set(faults.seen) == {"", *FAULTS} and int((failed > 0).sum()) >= 6, failed
 
