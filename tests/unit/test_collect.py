@@ -30,7 +30,7 @@ def test_controls_and_baselines_have_no_stream_whose_worth_is_asked_about() -> N
         ("s_former/pg19", ["llama, 128 wide, 4 layers, 4 heads", "data:novels, BPE of 4,096", "600 steps, batches of 2 of 4,096 tokens"]),
         ("gtca/host", ["llama, 256 wide", "data:wikispeedia + data:novels, BPE of 4,096", "3,000 steps"]),
         ("s_former/dyck", ["256 wide", "dyck, 1,000,000 strings", "800 steps, batches of 32, learning rate 0.0005"]),
-        ("dstg/comparison", ["dstg, 192 semantic channels, 24 channels of position", "short: 2,200 steps", "train: 4,400 steps"]),
+        ("dstg/comparison", ["dstg, 128 semantic channels, 24 channels of position", "4,000 steps, batches of 32 of 64 tokens"]),
     ],
 )  # fmt: skip
 def test_the_setting_is_said_in_words(name: str, parts: list[str]) -> None:
