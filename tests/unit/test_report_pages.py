@@ -427,6 +427,7 @@ def test_labels_are_moved_apart_and_stay_inside() -> None:
     placed = spaced([0.5, 0.5, 0.51, 0.99, 1.0, 0.0], gap=0.1)
     assert all(b - a >= 0.1 - 1e-9 for a, b in zip(sorted(placed), sorted(placed)[1:], strict=False))
     assert min(placed) >= 0 and max(placed) <= 1 and placed[5] == min(placed)
+    assert spaced([0.5, 0.9, 0.5], gap=0.1) == pytest.approx([0.45, 0.9, 0.55])  # no further than they must
 
 
 def test_axes_choose_readable_ticks_and_leave_outliers_out() -> None:

@@ -143,23 +143,35 @@ def _paint_labels(canvas: Canvas, looks: list[Look], ends: list[tuple[float, flo
             fontsize=canvas.font_size,
             fontweight="bold" if look.solid else "normal",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3, "alpha": 0.7},
+            # From the left of the name: from its middle, a line would cross the names between.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+                "alpha": 0.7,
+                "relpos": (0.0, 0.5),
+            },
         )
 
 
 def spaced(wanted: list[float], gap: float) -> list[float]:
-    """Move positions as little as is simple so that neighbours are `gap` apart, inside 0 … 1 where they fit."""
+    """Move positions as little as can be, by least squares, so that neighbours are `gap` apart, inside 0 … 1 where they fit."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    placed: list[float] = []
-    for index in order:
-        placed.append(max(wanted[index], placed[-1] + gap) if placed else max(wanted[index], 0.0))
-    ceiling = 1.0
-    for position in reversed(range(len(placed))):
-        placed[position] = min(placed[position], ceiling)
-        ceiling = placed[position] - gap
+    # Each less the gaps below it: these must not fall, and pooling those that do is isotonic regression.
+    pools: list[tuple[float, int]] = []
+    for rank, index in enumerate(order):
+        mean, count = wanted[index] - rank * gap, 1
+        while pools and pools[-1][0] > mean:
+            before, more = pools.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        pools.append((mean, count))
+    starts = [mean for mean, count in pools for _ in range(count)]
+    highest = 1.0 - (len(wanted) - 1) * gap
     result = [0.0] * len(wanted)
-    for index, place in zip(order, placed, strict=True):
-        result[index] = place
+    for rank, index in enumerate(order):
+        result[index] = min(max(starts[rank], 0.0), highest) + rank * gap
     return result
 
 
