@@ -27,11 +27,11 @@ def test_span_means_are_those_of_the_loop(length: int) -> None:
     assert theirs.abs().sum() > 0
 
 
-def test_what_lies_beyond_a_row_counts_as_zeros() -> None:
+def test_what_lies_beyond_a_row_and_no_tokens_count_as_zeros() -> None:
     rows = torch.ones(2, 4, 1, dtype=torch.float64, requires_grad=True)
-    row, first, last = torch.tensor([0, 0, 1]), torch.tensor([0, 2, 5]), torch.tensor([3, 5, 6])
+    row, first, last = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 2, 5, 0]), torch.tensor([3, 5, 6, -1])
     means = span_means(rows, row, first, last)
-    assert means.flatten().tolist() == [1.0, 0.5, 0.0]
+    assert means.flatten().tolist() == [1.0, 0.5, 0.0, 0.0]  # the last of no tokens at all
     torch.testing.assert_close(means, reference_span_means(rows, row, first, last))
     means.sum().backward()
     assert rows.grad is not None

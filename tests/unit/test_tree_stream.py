@@ -152,13 +152,22 @@ def test_filling_is_skipped_and_bfloat16_multiplies(monkeypatch: pytest.MonkeyPa
     )  # every product is rounded
 
 
-def test_chunk_memory_is_a_mean_projected_and_normed() -> None:
+@pytest.mark.parametrize("may_look", [True, False])
+def test_chunk_memory_is_a_mean_projected_and_normed(may_look: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_may_look", lambda tensor: may_look)  # False: as on an accelerator
     stream = _stream()
-    packed = _normal(2, 5, WIDTH, seed=1)
-    left, right = torch.tensor([[[0, 2], [1, 0], [4, 3]]] * 2), torch.tensor([[[4, 2], [3, 0], [4, 4]]] * 2)
-    height = torch.tensor([[0, 1, 1]] * 2)
+    packed = _normal(2, 5, WIDTH, seed=1).requires_grad_()
+    left, right = torch.tensor([[[0, 2], [1, 0], [4, 3]]] * 2), torch.tensor([[[4, 2], [3, -1], [4, 4]]] * 2)
+    height, taken = torch.tensor([[0, 1, 1]] * 2), right >= left
     found = stream.chunk_memory(packed, left, right, height)
-    torch.testing.assert_close(found, reference_memory(stream, packed, left, right, height), **TOLERANCE)
+    expected = reference_memory(stream, packed, left, right, height)
+    torch.testing.assert_close(found[taken], expected[taken], **TOLERANCE)
+    inputs = [packed, stream.weight_height, *stream.norm.parameters()]
+    weigh = _normal(*found[taken].shape, seed=2)
+    mine, theirs = (torch.autograd.grad((memory[taken] * weigh).sum(), inputs) for memory in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+        assert other.abs().sum() > 0 and bool(one.isfinite().all())
     torch.testing.assert_close(
         found[1, 1, 0], stream.norm(stream.weight_height[1] @ packed[1, 1:4].mean(0)), **TOLERANCE
     )

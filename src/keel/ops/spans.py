@@ -17,19 +17,22 @@ BLOCK = 16
 def reference_span_means(rows_BSD: Tensor, row_N: Tensor, first_N: Tensor, last_N: Tensor) -> Tensor:
     """Take one mean after the other, as the formula is written; the specification of ``span_means``."""
     spans = zip(row_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True)
-    return torch.stack([rows_BSD[row, first : last + 1].sum(0) / (last + 1 - first) for row, first, last in spans])
+    return torch.stack(
+        [rows_BSD[row, first : last + 1].sum(0) / max(1, last + 1 - first) for row, first, last in spans]
+    )
 
 
 def span_means(rows_BSD: Tensor, row_N: Tensor, first_N: Tensor, last_N: Tensor) -> Tensor:
     """Return the mean of ``rows_BSD[row, first : last + 1]`` for each span, [N, D], in at least float32.
 
-    Tokens beyond the end of a row count as zeros. Differentiable once, in the rows.
+    Tokens beyond the end of a row count as zeros; the mean of a span that ends right before it begins is zero. Differentiable once, in
+    the rows.
     Reference twin: ``reference_span_means``.
     """
     rows_BSD = rows_BSD.to(torch.promote_types(rows_BSD.dtype, torch.float32))
     edges_2N = torch.stack([first_N, last_N + 1])
     begins_N = row_N * (rows_BSD.shape[1] + 1)
-    length_N1 = (edges_2N[1] - edges_2N[0]).unsqueeze(1).to(rows_BSD.dtype)
+    length_N1 = (edges_2N[1] - edges_2N[0]).clamp(min=1).unsqueeze(1).to(rows_BSD.dtype)
     means_ND: Tensor = span_sums(rows_BSD, edges_2N.clamp(max=rows_BSD.shape[1]) + begins_N) / length_N1
     return means_ND
 

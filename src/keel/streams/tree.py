@@ -282,16 +282,25 @@ class TreeStream(Stream):
             packed_BSD: token embeddings without padding between them.
             left_BHM, right_BHM: first and last token of each span. One that ends beyond the tokens so far is seen by none of them.
             height_BH: of each shelf, the same in every row. What is higher than all layers that read is read by none.
-        Returns: [B, H, M, D] in the dtype of the stream's weights. Reference twin: ``reference_memory``.
+        Returns: [B, H, M, D] in the dtype of the stream's weights; what stands in a place that no chunk takes means nothing.
+            Reference twin: ``reference_memory``.
         """
         # Shelves first, so that those of a height lie together for the product, and are not copied.
         left_N, right_N = (tensor.transpose(0, 1).flatten() for tensor in (left_BHM, right_BHM))
         batch, shelves, size = left_BHM.shape
-        row_HBM = torch.arange(batch, device=left_BHM.device).view(1, -1, 1).expand(shelves, -1, size)
-        means_HND = span_means(packed_BSD, row_HBM.flatten(), left_N, right_N).unflatten(0, (shelves, -1))
-        weights_HDE = self.weight_height.mT[height_BH[0].clamp(max=self.num_heights - 1)]
-        normed_HND: Tensor = self.norm(torch.bmm(means_HND.to(weights_HDE.dtype), weights_HDE))
-        return normed_HND.to(weights_HDE.dtype).unflatten(1, (batch, -1)).transpose(0, 1)
+        row_N = torch.arange(batch, device=left_BHM.device).view(1, -1, 1).expand(shelves, -1, size).flatten()
+        height_H, dtype = height_BH[0].clamp(max=self.num_heights - 1), self.weight_height.dtype
+        if _may_look(left_N):
+            taken_K = (right_N >= left_N).nonzero().flatten()
+            means_KD = span_means(packed_BSD, row_N[taken_K], left_N[taken_K], right_N[taken_K]).to(dtype)
+            counts = torch.bincount(height_H[taken_K // (batch * size)], minlength=self.num_heights).tolist()
+            parts = zip(means_KD.split(counts), self.weight_height, strict=True)
+            normed_KD = self.norm(torch.cat([F.linear(means, weight) for means, weight in parts])).to(dtype)
+            chunks_ND = normed_KD.new_zeros(len(left_N), normed_KD.shape[1]).index_copy(0, taken_K, normed_KD)
+        else:
+            means_HND = span_means(packed_BSD, row_N, left_N, right_N).to(dtype).unflatten(0, (shelves, -1))
+            chunks_ND = self.norm(torch.bmm(means_HND, self.weight_height.mT[height_H])).to(dtype).flatten(0, 1)
+        return chunks_ND.unflatten(0, (shelves, batch, size)).transpose(0, 1)
 
     def write(self, site: str, layer: int, hidden_BTD: Tensor, flow: Flow) -> Tensor:
         """Keep what the attention reads; add lambda mask_t Delta_t to what it gives (Eqs. 4 to 8)."""
@@ -353,14 +362,18 @@ def _kept(state: State, seen_B: Tensor) -> ChunkMemory:
     return dataclasses.replace(memory, last_BRP=last_BRP)
 
 
+def _may_look(tensor: Tensor) -> bool:
+    """Return whether what is computed may depend on a tensor's numbers: elsewhere than on a processor one would wait for them."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _filled(first_BP: Tensor, last_BP: Tensor) -> int:
     """Return how many of the places of a layer hold a chunk in some row, at least 1: what lies behind is filling.
 
-    Layers have chunks of their own height, most of them few; places are as many as the one with most needs. Only on a processor:
-    elsewhere the look would wait for the device.
+    Layers have chunks of their own height, most of them few; places are as many as the one with most needs.
     """
     places = first_BP.shape[1]
-    if torch.compiler.is_compiling() or first_BP.device.type != "cpu":
+    if not _may_look(first_BP):
         return places
     used_P = (last_BP >= first_BP).any(0)
     return max(1, int((used_P * torch.arange(1, places + 1)).max()))
@@ -404,13 +417,17 @@ def reference_memory(
     stream: TreeStream, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor, height_BH: Tensor
 ) -> Tensor:
     """Eqs. 1 and 2, one node after the other: the oracle of ``TreeStream.chunk_memory``. Returns: [B, H, M, D]."""
-    rows = []
+    rows, width = [], packed_BSD.shape[-1]
     for tokens_SD, *shelves in zip(
         packed_BSD.unbind(), left_BHM.tolist(), right_BHM.tolist(), height_BH.tolist(), strict=True
     ):
         for left_M, right_M, height in zip(*shelves, strict=True):
             known = min(height, stream.num_heights - 1)
-            rows += [reference_chunk(stream, tokens_SD, *span, known) for span in zip(left_M, right_M, strict=True)]
+            for left, right in zip(left_M, right_M, strict=True):
+                taken = left <= right
+                rows.append(
+                    reference_chunk(stream, tokens_SD, left, right, known) if taken else tokens_SD.new_zeros(width)
+                )
     return torch.stack(rows).unflatten(0, tuple(left_BHM.shape))
 
 

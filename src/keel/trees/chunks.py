@@ -120,9 +120,9 @@ def collate(rows: Sequence[Chunks], num_layers: int) -> dict[str, Tensor]:
     """Lay the chunks of a batch out as a model with ``num_layers`` layers reads them.
 
     Returns: int64 tensors. ``height`` [B, H]: that of each shelf, the same in every row, ascending, below ``num_layers``. ``left``,
-        ``right`` [B, H, M]: the spans on it, M = ``SHELF``; a place that no chunk takes is 0. ``chunk`` [B, L, P]: which of the
-        H · M chunks a layer reads, and ``first``, ``last`` [B, L, P]: at which tokens; a place that no chunk takes has ``last <
-        first``. H and P are at least 1. ``causal`` [B, 0], which says by being there that the chunks are of scope ``prefix``.
+        ``right`` [B, H, M]: the spans on it, M = ``SHELF``. ``chunk`` [B, L, P]: which of the H · M chunks a layer reads, and ``first``,
+        ``last`` [B, L, P]: at which tokens. A place that no chunk takes has ``right < left`` and ``last < first``. H and P are at least
+        1. ``causal`` [B, 0], which says by being there that the chunks are of scope ``prefix``.
     Raises: KeelError for no rows or no layers, or rows of different scopes.
     """
     scope = joined(rows).scope
@@ -132,6 +132,7 @@ def collate(rows: Sequence[Chunks], num_layers: int) -> dict[str, Tensor]:
     shelves = _shelves(rows, num_layers)
     begins = np.concatenate([[0], np.cumsum(shelves)])
     spans = np.zeros((2, len(rows), max(1, begins[-1]) * SHELF), dtype=np.int64)
+    spans[1] = -1
     read = []
     for b, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         index = begins[np.minimum(row.height, num_layers)] * SHELF + slot
