@@ -329,6 +329,8 @@ def test_a_mixed_file_leads_with_perplexity_and_tells_the_rest() -> None:
         ("lambada.ppl@512", "LAMBADA perplexity at 512 tokens"),
         ("pg19.ppl", "PG-19 perplexity"),
         ("uuas@layer3", "UUAS of the structural probe at layer 3"),
+        ("probe.token_r2.ap@layer2", "R² of token positions in the position stream at layer 2"),
+        ("glue.stsb", "STS-B"),
         ("cola.mcc", "CoLA Matthews' correlation"),
         ("growth@40960", "growth of perplexity at 40,960 tokens"),
         ("x.y@noise0.25", "x y at noise 0.25"),
