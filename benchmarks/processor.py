@@ -24,7 +24,8 @@ from torch import Tensor
 from keel.ops import attention, cross_entropy_sum, reference_cross_entropy_sum
 from keel.training.processor import quick_on_processor
 
-PAIRS = ("cross-entropy", "attention", "training step")
+FEW = 64
+PAIRS = ("cross-entropy", "attention", f"attention of {FEW} keys in fp32", "training step")
 
 
 def main() -> None:
@@ -35,7 +36,12 @@ def main() -> None:
     device, size = timing.prepare(given), models.SIZES[given.size]
     if device.type != "cpu":
         parser.error(f"--device {device.type}: these are for processors; leave it out")
-    works = {**cross_entropies(size, given.dtype), **attentions(size, given.dtype), **steps(size, given.dtype, device)}
+    works = {
+        **cross_entropies(size, given.dtype),
+        **attentions(size, given.dtype),
+        **of_few_keys(size),
+        **steps(size, given.dtype, device),
+    }
     samples = timing.take_turns(works, given.rounds, device)
     rows = [
         {
@@ -80,6 +86,22 @@ def attentions(size: models.Size, dtype: str) -> dict[str, Callable[[], None]]:
         return lambda: torch.autograd.backward(attend(*parts, is_causal=True), weigh, inputs=parts)
 
     return {"attention": of(attention), "attention, PyTorch": of(F.scaled_dot_product_attention)}
+
+
+def of_few_keys(size: models.Size) -> dict[str, Callable[[], None]]:
+    """As a tree stream reads: every token some of a few chunks, in float32."""
+    queries, width = (size.batch, size.heads, size.length), size.width // size.heads
+    parts = [torch.randn(*queries, width)] + [torch.randn(*queries[:2], FEW, width) for _ in range(2)]
+    parts, weigh = [part.requires_grad_() for part in parts], torch.randn(*queries, width)
+    mask = torch.rand(size.batch, 1, size.length, FEW) < 0.7
+
+    def of(attend: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        return lambda: torch.autograd.backward(attend(mask), weigh, inputs=parts)
+
+    return {
+        PAIRS[2]: of(lambda mask: attention(*parts, mask=mask)),
+        f"{PAIRS[2]}, PyTorch": of(lambda mask: F.scaled_dot_product_attention(*parts, attn_mask=mask)),
+    }
 
 
 def steps(size: models.Size, dtype: str, device: torch.device) -> dict[str, Callable[[], None]]:

@@ -23,6 +23,7 @@ from keel.errors import KeelError
 from keel.files import resolve_cache_dir
 from keel.ops.compiled import find_compiler
 from keel.training.build import run_that_makes
+from keel.training.processor import native_precision
 from keel.training.recipe import Recipe, Simulation, list_recipes, load_any, recipe_scales
 
 State = Literal["ok", "absent", "broken"]
@@ -166,14 +167,12 @@ def _accelerators() -> list[Check]:
 
 
 def _bfloat16() -> Check:
-    if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Check(
-            name="bfloat16",
-            state="ok" if native else "absent",
-            found="native on the GPU" if native else "emulated on the GPU",
-        )
-    return Check(name="bfloat16", state="absent", found="computed on the processor, seldom faster than float32")
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = "GPU" if place.type == "cuda" else "processor"
+    if native_precision(place) == "bf16":
+        return Check(name="bfloat16", state="ok", found=f"native on the {here}")
+    found = f"emulated on the {here}, slower than float32: recipes of precision auto take that"
+    return Check(name="bfloat16", state="absent", found=found)
 
 
 def _compiler() -> Check:

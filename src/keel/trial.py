@@ -27,6 +27,7 @@ from keel.pretrained import check_host
 from keel.streams import STREAMS
 from keel.training.build import build_model, load_tokens
 from keel.training.phases import VALIDATION_WINDOWS
+from keel.training.processor import native_precision, quick_on_processor
 from keel.training.recipe import Recipe, parse_recipe
 
 LARGEST_WINDOW, SMALLEST_WINDOW = 512, 16
@@ -103,7 +104,7 @@ def plan_trial(
     costs = _measure(draft, tokens, sizes, place, 60 * minutes, say)
     left = 60 * minutes - (time.monotonic() - began)
     fields = choose_fields(tokens, sizes, costs, left, 60 * minutes)
-    fields["phases"][0] |= {"precision": _precision(place), **learning_rates(config.hidden_size)}
+    fields["phases"][0] |= {"precision": native_precision(place), **learning_rates(config.hidden_size)}
     recipe = parse_recipe({**draft.model_dump(exclude_none=True), **fields})
     return TrialPlan(recipe=recipe, notes=_notes(recipe, tokens, costs))
 
@@ -254,7 +255,8 @@ def _seconds_a_step(model: KeelForCausalLM, ids_BT: Tensor, patience: float) -> 
     times: list[float] = []
     while len(times) < 3 or (sum(times) < min(10.0, patience) and len(times) < 30):
         began = time.perf_counter()
-        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=_precision(ids_BT.device) == "bf16"):
+        native = native_precision(ids_BT.device) == "bf16"
+        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=native), quick_on_processor(model):
             loss = model(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
         optimizer.step()
@@ -277,10 +279,6 @@ def _seconds_a_token(model: KeelForCausalLM, tokens: TokenCorpus, length: int, p
 def _batch(tokens: TokenCorpus, size: int, window: int) -> Tensor:
     windows = SlidingWindows(tokens.train, window, window)
     return torch.stack([windows[index % len(windows)]["input_ids"] for index in range(size)])
-
-
-def _precision(place: torch.device) -> str:
-    return "bf16" if place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def _power_of_two(value: float) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.errors import KeelError
-from keel.experiment import runner
+from keel.experiment import run_experiment, runner
 from keel.experiment.unit import Unit
 from keel.training import load_recipe
 from keel.training.build import load_data, run_that_makes
@@ -118,3 +118,19 @@ def test_the_next_unit_starts_before_results_are_gathered(tmp_path: Path, monkey
     units = [Unit("rope", 0), Unit("path", 0)]
     runner._Pool(recipe, units, tmp_path, None, 1, display, lambda: happened.append("publish")).run()
     assert happened == ["start rope", "start path", "publish", "publish"]
+
+
+def test_a_run_keeps_the_precision_of_the_machine_that_it_was_begun_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left to the machine is settled once: a run that goes on elsewhere compares arms of one precision."""
+    recipe = load_recipe("demo", "tiny", ["phases.train.precision=auto", "phases.train.steps=2"])
+    assert {phase.precision for phase in recipe.in_precision("bf16").phases_of("rope")} == {"bf16"}
+    found = {}
+    for native in ("bf16", "fp32"):
+        monkeypatch.setattr(runner, "native_precision", lambda place, native=native: native)
+        results = run_experiment(recipe, tmp_path, resume=True, device="cpu", seeds=[0], only=["rope"], jobs=1)
+        found[native] = results.provenance.device
+        trained = load_recipe(tmp_path / "recipe.yaml").phases_of("rope")
+        assert {phase.precision for phase in trained} == {"bf16"}
+    assert found["bf16"] == found["fp32"] and found["bf16"].endswith(", bf16")

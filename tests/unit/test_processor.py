@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from keel.ops import attention, cross_entropy_sum, reference_cross_entropy_sum
 from keel.ops.attention import better_by_products
-from keel.training.processor import causal_loss
+from keel.training.processor import causal_loss, native_precision
 
 BFLOAT16 = 2.0**-7  # of a value in bfloat16
 
@@ -58,10 +58,11 @@ def test_gradcheck_of_cross_entropy() -> None:
     assert torch.autograd.gradcheck(lambda given: cross_entropy_sum(given, labels), (logits,))
 
 
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, BFLOAT16), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("kind", ["causal", "mask", "all"])
-def test_attention_by_products_is_attention(kind: str) -> None:
+def test_attention_by_products_is_attention(kind: str, dtype: torch.dtype, digits: float) -> None:
     torch.manual_seed(1)
-    query, key, value = (torch.randn(2, 3, 20, width).bfloat16().requires_grad_() for width in (8, 8, 6))
+    query, key, value = (torch.randn(2, 3, 20, width).to(dtype).requires_grad_() for width in (8, 8, 6))
     seen = torch.rand(2, 1, 20, 20) < 0.5
     seen |= torch.eye(20, dtype=torch.bool)
     options: dict[str, Any] = {"causal": {"is_causal": True}, "mask": {"mask": seen}, "all": {}}[kind]
@@ -70,15 +71,16 @@ def test_attention_by_products_is_attention(kind: str) -> None:
     wide = [part.detach().double().requires_grad_() for part in (query, key, value)]
     masks = {"attn_mask": options["mask"]} if kind == "mask" else options
     expected = F.scaled_dot_product_attention(*wide, scale=0.3, **masks)
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=3 * BFLOAT16)
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=3 * digits)
     weigh = torch.randn_like(expected)
     mine, theirs = grads((found * weigh).sum(), query, key, value), grads((expected * weigh).sum(), *wide)
     for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=4 * BFLOAT16 * float(b.abs().max()))
+        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=4 * digits * float(b.abs().max()))
 
 
-def test_a_query_that_sees_nothing_gets_nothing() -> None:
-    query, key, value = (torch.randn(1, 1, 4, 8).bfloat16().requires_grad_() for _ in range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_query_that_sees_nothing_gets_nothing(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 1, 4, 8).to(dtype).requires_grad_() for _ in range(3))
     mask = torch.tensor([True, False, True, False])[:, None] & torch.ones(4, 4, dtype=torch.bool)
     found = attention(query, key, value, mask=mask)
     assert found[0, 0, 1].eq(0).all() and found[0, 0, 3].eq(0).all() and found[0, 0, 0].ne(0).any()
@@ -90,11 +92,15 @@ def test_the_fused_kernel_is_taken_where_it_is_better() -> None:
         return better_by_products(query, query, query.detach().requires_grad_(wanted))
 
     query = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
-    assert better(query) and not better(query.float()) and not better(query, wanted=False)
+    assert better(query) and better(query.float()) and not better(query, wanted=False)
+    few, many = (torch.zeros(1, 1, keys, 8, requires_grad=True) for keys in (128, 129))
+    assert better_by_products(many, few, few) and not better_by_products(few, many, many)
+    assert not better(query.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert better(query.float())
     with torch.no_grad():
         assert not better(query)
+    assert better(torch.zeros(1, 1, 2**12, 8, dtype=torch.bfloat16))
     assert not better(torch.zeros(1, 1, 2**13, 8, dtype=torch.bfloat16))
 
 
@@ -106,3 +112,13 @@ def test_the_causal_loss_is_transformers() -> None:
         torch.testing.assert_close(
             causal_loss(logits, labels, 30, **options), ForCausalLMLoss(logits, labels, 30, **options)
         )
+
+
+@pytest.mark.parametrize(
+    ("able", "expected"), [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx512_f": True}, "fp32")]
+)
+def test_bfloat16_is_taken_where_the_processor_multiplies_it(
+    able: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert native_precision(torch.device("cpu")) == expected

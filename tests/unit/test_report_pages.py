@@ -41,6 +41,7 @@ from keel.report.tables import (
     beside_paper_table,
     comparison_tables,
     cost_table,
+    detail_tables,
     group_table,
     single_table,
 )
@@ -357,6 +358,37 @@ def test_ours_stand_beside_theirs_wherever_the_paper_printed_something() -> None
     assert beside_paper_table(make_dyck(reference=None), single) is None
 
 
+def test_the_many_parts_of_a_measurement_are_folded_away_from_it(tmp_path: Path) -> None:
+    parts = {f"blimp.paradigm_{part}": 0.5 for part in range(12)}
+    results = make_measured({"a": ("A", [], {"blimp.overall": 0.6, "alpha": 1.0, **parts})})
+    for name in parts:
+        entry = results.arms["a"].metrics[name]
+        results.arms["a"].metrics[name] = entry.model_copy(update={"higher_is_better": None})
+    single, [details] = single_table(results), detail_tables(results)
+    assert single is not None and single.metrics == ["blimp.overall", "alpha"]
+    assert details.title == "BLiMP by part" and details.metrics == list(parts)
+    text = write_docs_page([write_results(results, tmp_path / "x.json")], tmp_path / "x.md").read_text(encoding="utf-8")
+    measured, folded = text.split("<details><summary>BLiMP by part</summary>\n\n")
+    assert "BLiMP paradigm 3" in folded.split("</details>")[0] and "BLiMP paradigm 3" not in measured
+    # A few are no parts: they are shown with the others.
+    for name in list(parts)[9:]:
+        del results.arms["a"].metrics[name]
+    assert detail_tables(results) == []
+
+
+def test_of_what_the_paper_printed_nothing_of_nothing_stands_beside_theirs() -> None:
+    results = make_dyck()
+    single = single_table(results)
+    assert single is not None and results.reference is not None
+    beside = beside_paper_table(results, single)
+    assert beside is not None
+    printed = {metric for values in results.reference.values.values() for metric in values}
+    assert {row.label for row in beside.rows} == {
+        label for label, metric in zip(single.columns, single.metrics, strict=True) if metric in printed
+    }
+    assert 0 < len(beside.rows) < len(single.columns)
+
+
 def test_a_share_is_drawn_as_it_is_however_far_arms_are_apart() -> None:
     low, high = (Line(arm="a", label="a", x=[1, 2], y=y, low=y, high=y) for y in ([0.02, 0.01], [0.9, 0.8]))
     assert extent_of([low, high]) == (0.01, 0.9) and limits_of([low, high])[1] < 0.1
@@ -407,7 +439,10 @@ def test_a_docs_page_of_several_recipes_begins_with_links_to_them(tmp_path: Path
         in text
     )
     assert text.index('<a id="s_former-dyck-small"></a>') < text.index('<a id="s_former-text-small"></a>')
-    assert "### Measurements, ours beside theirs" in text and "### Dyck structural accuracy by depth" in text
+    assert (
+        "### Measurements, ours beside theirs" in text
+        and "<summary>Dyck structural accuracy by depth</summary>" in text
+    )
     assert (
         "- α depth r of RoPE + structural stream: 0.8660. Here: 0.8500" in text.split("### What did not reproduce")[1]
     )

@@ -26,7 +26,8 @@ from keel.training.adapters import add_adapters, has_adapters, merge_adapters, s
 from keel.training.build import build_model
 from keel.training.labelled import by_length
 from keel.training.questions import QuestionData, QuestionSamples, set_ramp, training_questions
-from keel.training.trainer import PhaseSettings, PhaseTrainer
+from keel.training.settings import PhaseSettings
+from keel.training.trainer import PhaseTrainer
 from keel.training.tree_sections import Adapters, TrainingQuestions
 from keel.trees.fields import reader_of
 

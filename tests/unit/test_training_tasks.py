@@ -16,7 +16,8 @@ from keel.model import KeelForCausalLM, attach
 from keel.streams import StructuralStream
 from keel.training.phases import train
 from keel.training.sections import Phase
-from keel.training.trainer import PhaseSettings, PhaseTrainer, pad_together
+from keel.training.settings import PhaseSettings
+from keel.training.trainer import PhaseTrainer, pad_together
 
 WORDS = TaskData(Dyck(max_length=12), train_samples=32, valid_samples=5)
 MATRIX = TaskData(Markov(num_blocks=2, block_size=3, neighbours=2), train_samples=1, valid_samples=1)

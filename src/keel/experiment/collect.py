@@ -263,7 +263,8 @@ def package_versions() -> dict[str, str]:
 
 
 def _device(recipe: Recipe, out: Path) -> str:
-    """What the arms were trained on, as the training reports say."""
+    """What the arms were trained on, as the training reports say, and in what precision."""
+    precisions = {phase.precision for arm in recipe.trained_arms() for phase in recipe.phases_of(arm)}
     found = {
         f"{_processor(report.device)}, {report.processes} process{'es' * (report.processes > 1)} × {report.threads} "
         f"thread{'s' * (report.threads > 1)}"
@@ -271,7 +272,7 @@ def _device(recipe: Recipe, out: Path) -> str:
         for seed in recipe.seeds
         if (report := read_training_report(Unit(arm, seed).folder(out))) is not None
     }
-    return "; ".join(sorted(found))
+    return ", ".join(["; ".join(sorted(found)), *sorted(precisions)]) if found else ""
 
 
 def _processor(device: str) -> str:

@@ -39,6 +39,7 @@ from keel.experiment.unit import Plan, Unit, read_plan, run_unit
 from keel.files import write_atomically
 from keel.training import Recipe, load_recipe
 from keel.training.build import load_data, matched_widths
+from keel.training.processor import native_precision
 
 _MOST_JOBS = 4
 _SMALL_BYTES = 2**28  # of weights
@@ -78,6 +79,9 @@ def run_experiment(
     """
     if seeds is not None:
         recipe = recipe.model_copy(update={"seeds": list(seeds)})
+    begun = read_plan(out) if resume else None
+    precision = native_precision(_place(device)) if begun is None else begun.precision
+    recipe = recipe.in_precision(precision)
     units = _units(recipe, only)
     _check_folder(recipe, out, resume)
     if _world_size() > 1:  # the processes must have looked at the folder before the first of them writes there
@@ -86,7 +90,7 @@ def run_experiment(
     jobs = _jobs(recipe, device) if jobs is None else jobs
     started = time.monotonic()
     with full_disk_in_one_line(out):
-        plan = _prepare(recipe, out)
+        plan = _prepare(recipe, out, precision)
         before = plan.wall_s
 
         def publish() -> Results | None:
@@ -169,7 +173,7 @@ def _difference(before: Any, now: Any, path: tuple[str, ...]) -> tuple[str, Any,
     return next((difference for difference in found if difference is not None), None)
 
 
-def _prepare(recipe: Recipe, out: Path) -> Plan:
+def _prepare(recipe: Recipe, out: Path, precision: str) -> Plan:
     """Read the data once, settle what all units must agree on, and write it down."""
     data = load_data(recipe)
     if isinstance(data, TokenCorpus):
@@ -178,7 +182,13 @@ def _prepare(recipe: Recipe, out: Path) -> Plan:
     if plan is None:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         widths = matched_widths(recipe, data.tokenizer)
-        plan = Plan(tokens=data.fingerprint, vocabulary=len(data.tokenizer), widths=widths, started=started)
+        plan = Plan(
+            tokens=data.fingerprint,
+            vocabulary=len(data.tokenizer),
+            widths=widths,
+            precision=precision,
+            started=started,
+        )
     elif plan.tokens != data.fingerprint:
         raise KeelError(
             f"{out}: the corpus or the tokenizer has changed since this run was begun; choose another folder"
@@ -356,8 +366,7 @@ def full_disk_in_one_line(out: Path) -> Iterator[None]:
 
 
 def _jobs(recipe: Recipe, device: str | None) -> int:
-    on_gpu = device not in (None, "cpu") or (device is None and torch.cuda.is_available())
-    return 1 if on_gpu or _is_large(recipe.host.get("checkpoint")) else min(_cores(), _MOST_JOBS)
+    return 1 if _place(device).type != "cpu" or _is_large(recipe.host.get("checkpoint")) else min(_cores(), _MOST_JOBS)
 
 
 def _is_large(checkpoint: Any) -> bool:
@@ -366,6 +375,10 @@ def _is_large(checkpoint: Any) -> bool:
         return False
     sizes = [path.stat().st_size for path in Path(str(checkpoint)).glob("*.safetensors")]
     return not sizes or sum(sizes) > _SMALL_BYTES
+
+
+def _place(device: str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _cores() -> int:

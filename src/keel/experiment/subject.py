@@ -10,7 +10,7 @@ from keel.encoder import DstgForMaskedLM
 from keel.model import KeelForCausalLM
 from keel.positions import set_positions
 from keel.training import Recipe
-from keel.training.trainer import Progress
+from keel.training.settings import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ from keel.streams import stream_from_config
 from keel.training import Recipe, load_recipe, read_training_report, train
 from keel.training.build import build_model, load_data
 from keel.training.phases import write_json, write_model
+from keel.training.settings import Progress
 from keel.training.shadow import load_with_shadow
-from keel.training.trainer import Progress
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Plan:
         tokens: fingerprint of corpus and tokenizer; a resume refuses another.
         vocabulary: entries of the tokenizer.
         widths: feed-forward size of every trained arm's host; None leaves the recipe's.
+        precision: what ``auto`` stands for, settled on the machine that the experiment was begun on.
         started: when the experiment was begun, ISO 8601 with time zone.
         wall_s: seconds that it has run, over all sessions.
         commits: what the code was in each session, in order: see ``keel.experiment.collect.git_commit``.
@@ -62,6 +63,7 @@ class Plan:
     tokens: str
     vocabulary: int
     widths: dict[str, int | None]
+    precision: str
     started: str
     wall_s: float = 0.0
     commits: list[str] = dataclasses.field(default_factory=list)

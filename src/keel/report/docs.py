@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ def _section_parts(section: Section, path: Path, page: Path) -> list[str]:
     besides = [beside_paper_table(results, table) for table in tables]
     for beside, table in zip(besides, tables, strict=True):
         parts += _table_parts(beside) if beside else []
-        parts += _table_parts(_without_paper(table) if any(besides) else table)
+        parts += _table_parts(_without_paper(table) if any(besides) else table, folded=table in section.more)
     parts += _table_parts(section.against) if section.against else []
     parts += _reproduction_parts(section.findings)
     parts += _table_parts(section.comparisons) if section.comparisons.rows else []
@@ -129,8 +130,8 @@ def _theirs_parts(results: Results) -> list[str]:
     return [f"Theirs: {_escape(f'{reference.paper}, {reference.table}. {reference.note}'.strip())}\n"]
 
 
-def _table_parts(table: Table) -> list[str]:
-    """Render a table; one with many columns is turned on its side, so that a page shows it without scrolling."""
+def _table_parts(table: Table, *, folded: bool = False) -> list[str]:
+    """Render a table, folded if asked; one with many columns is turned on its side, so that a page shows it without scrolling."""
     header, rows = [table.corner, *table.columns], [[_escape(row.label), *map(_cell, row.cells)] for row in table.rows]
     header = [_escape(text) for text in header]
     if len(table.columns) > 8:
@@ -138,11 +139,11 @@ def _table_parts(table: Table) -> list[str]:
         header, rows = turned[0], turned[1:]
     lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    return [
-        f"### {_escape(table.title)}\n",
-        *([f"{_escape(table.note)}\n"] if table.note else []),
-        "\n".join(lines) + "\n",
-    ]
+    note = [f"{_escape(table.note)}\n"] if table.note else []
+    body = [*note, "\n".join(lines) + "\n"]
+    if folded:
+        return [f"<details><summary>{html.escape(table.title)}</summary>\n", *body, "</details>\n"]
+    return [f"### {_escape(table.title)}\n", *body]
 
 
 def _without_paper(table: Table) -> Table:

@@ -240,6 +240,20 @@ def single_metrics(results: Results) -> list[str]:
     return [name for name in metric_names(results) if not split_metric(name)[1] and not name.startswith(FAULTS)]
 
 
+def details_of(results: Results) -> dict[str, list[str]]:
+    """Return by family the metrics that say of what parts another of it is the mean, where they are many: BLiMP's paradigms.
+
+    They are those without a better or a worse, ten or more, of a family that has a metric with one.
+    """
+    singles = single_metrics(results)
+    directed = {name.split(".")[0] for name in singles if unit_of(results, name)[1] is not None}
+    parts: dict[str, list[str]] = {}
+    for name in singles:
+        if name.split(".")[0] in directed and unit_of(results, name)[1] is None:
+            parts.setdefault(name.split(".")[0], []).append(name)
+    return {family: names for family, names in parts.items() if len(names) >= 10}
+
+
 def groups_of(results: Results) -> list[Group]:
     """Return the metrics with a condition, grouped by quantity and kind, in the order in which they first appear."""
     found: dict[tuple[str, str | None], dict[str, str]] = {}

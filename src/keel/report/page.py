@@ -20,7 +20,15 @@ from keel.report.figures import draw_all
 from keel.report.findings import Verdict, verdict
 from keel.report.metrics import groups_of, lengths_of
 from keel.report.reproduction import Finding, reproduction
-from keel.report.tables import Table, against_table, comparison_tables, cost_table, group_table, single_table
+from keel.report.tables import (
+    Table,
+    against_table,
+    comparison_tables,
+    cost_table,
+    detail_tables,
+    group_table,
+    single_table,
+)
 from keel.report.targets import targets_table
 from keel.report.text import duration
 
@@ -143,7 +151,7 @@ def _section(results: Results, folder: Path) -> Section:
         slug=slug,
         verdict=verdict(results),
         main=tables[:1] + first if lengths_of(results, "ppl") else first + tables[:1],
-        more=[*tables[1:], *fault_tables(results)],
+        more=[*detail_tables(results), *tables[1:], *fault_tables(results)],
         against=against_table(results),
         targets=targets_table(results),
         comparisons=comparisons,

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from keel.evaluation.results import Arm, Results
 from keel.report.contrasts import Contrast, contrast, label_of, mean_of, ranking, reference_value, tally
-from keel.report.metrics import DIRECTIONS, Group, lengths_of, metric_phrase, primary_metrics, single_metrics, unit_of
+from keel.report.metrics import (
+    DIRECTIONS,
+    Group,
+    details_of,
+    lengths_of,
+    metric_phrase,
+    primary_metrics,
+    quantity_phrase,
+    single_metrics,
+    unit_of,
+)
 from keel.report.text import capitalised, interval, number, probability, size_of
 
 
@@ -61,13 +71,26 @@ def group_table(results: Results, group: Group) -> Table:
 
 
 def single_table(results: Results) -> Table | None:
-    """Return arms × metrics for the metrics without a condition, None without any."""
-    metrics = single_metrics(results)
-    if not metrics:
-        return None
+    """Return arms × metrics for the metrics without a condition, None without any; parts of others have tables of their own."""
+    parts = {name for names in details_of(results).values() for name in names}
+    metrics = [name for name in single_metrics(results) if name not in parts]
+    return (
+        _single_table(results, "Measurements", "↑ higher is better, ↓ lower is better.", metrics) if metrics else None
+    )
+
+
+def detail_tables(results: Results) -> list[Table]:
+    """Return arms × parts for every family of metrics of which one is the mean of many others, such as BLiMP's paradigms."""
+    return [
+        _single_table(results, f"{capitalised(quantity_phrase(family))} by part", f"{len(metrics)} parts.", metrics)
+        for family, metrics in details_of(results).items()
+    ]
+
+
+def _single_table(results: Results, title: str, note: str, metrics: list[str]) -> Table:
     return Table(
-        title="Measurements",
-        note="↑ higher is better, ↓ lower is better.",
+        title=title,
+        note=note,
         corner="",
         columns=[_heading(results, metric) for metric in metrics],
         rows=_metric_rows(results, metrics),
@@ -176,7 +199,8 @@ def against_table(results: Results, family: str = "ppl") -> Table | None:
 def beside_paper_table(results: Results, table: Table) -> Table | None:
     """Turn a table of metrics into conditions × (ours, theirs) for the arms of the paper.
 
-    Returns None where the paper printed none of these metrics. Values that follow from what it printed do not count.
+    Conditions of which it printed nothing are left out; the table itself has them. Returns None where it printed none of these metrics.
+    Values that follow from what it printed do not count.
     """
     reference = results.reference
     if reference is None:
@@ -185,12 +209,14 @@ def beside_paper_table(results: Results, table: Table) -> Table | None:
     common = [name for name in names if {*table.metrics} & {*reference.values.get(name, {})}]
     if not common:
         return None
-    columns, rows = [], [Row(label=label, cells=[]) for label in table.columns]
+    printed = {metric for name in common for metric in reference.values[name]}
+    kept = {metric: label for metric, label in zip(table.metrics, table.columns, strict=True) if metric in printed}
+    columns, rows = [], [Row(label=label, cells=[]) for label in kept.values()]
     for name in common:
         ours = name in results.arms
         label = label_of(results, name) if ours else name
         columns += [f"{label}, ours", f"{label}, theirs"] if ours else [f"{label}, theirs"]
-        for row, metric in zip(rows, table.metrics, strict=True):
+        for row, metric in zip(rows, kept, strict=True):
             row.cells.extend([_cell(results, name, metric, [])] if ours else [])
             row.cells.append(Cell(text=_printed(results, name, metric)))
     return Table(

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,10 +84,23 @@ class ChunkMemory:
     last_BRP: Tensor
 
 
+class LayerMemory(NamedTuple):
+    """One layer's weights and its part of the chunk memory, without the places behind its last chunk; no gate where there is none."""
+
+    query_ND: Tensor
+    output_DN: Tensor
+    gate_QD: Tensor | None
+    keys_BPGK: Tensor
+    values_BPGK: Tensor
+    first_B1P: Tensor
+    last_B1P: Tensor
+
+
 class TreeFlow(Flow):
     """Working memory of one pass; nothing is read where ``memory`` is None."""
 
     memory: ChunkMemory | None = None
+    layers: list[LayerMemory]
     index_BT: Tensor
     document_BT: Tensor | None = None
 
@@ -194,6 +207,8 @@ class TreeStream(Stream):
             flow.memory = self._memory(trees, rows["embeddings"], attended_BS)
         elif inputs.num_past and _MEMORY[0] in state:
             flow.memory = _kept(state, index_BS[:, -length - 1] + 1)
+        if flow.memory is not None:
+            flow.layers = self._layers(flow.memory)
         return flow
 
     def _rows(self, inputs: PassInputs) -> State:
@@ -275,6 +290,19 @@ class TreeStream(Stream):
         )
         return ChunkMemory(keys_BRPGK=keys, values_BRPGK=values, first_BRP=first_BRP, last_BRP=last_BRP)
 
+    def _layers(self, memory: ChunkMemory) -> list[LayerMemory]:
+        """Part what the layers read with and of, all layers at once: a layer taken alone costs a gradient of the size of all."""
+        gates = self.weight_gate.unbind() if self.config.gate == "head" else [None] * len(self.layer_index)
+        parts = (getattr(memory, name).unbind(1) for name in _MEMORY)
+        layers = []
+        for query, output, gate, keys, values, first, last in zip(
+            self.weight_query.unbind(), self.weight_output.unbind(), gates, *parts, strict=True
+        ):
+            taken = slice(_filled(first, last))
+            seen = (first[:, None, taken], last[:, None, taken])
+            layers.append(LayerMemory(query, output, gate, keys[:, taken], values[:, taken], *seen))
+        return layers
+
     def chunk_memory(self, packed_BSD: Tensor, left_BHM: Tensor, right_BHM: Tensor, height_BH: Tensor) -> Tensor:
         """Return the chunks of every height (Eqs. 1 and 2) by prefix sums over the embeddings.
 
@@ -311,34 +339,34 @@ class TreeStream(Stream):
         if site == "attention_input":
             flow.hidden[layer] = hidden_BTD
             return hidden_BTD
-        delta_BTD = self._read(layer, flow.hidden.pop(layer), flow) * coefficient
-        if flow.inputs.updated_BT is not None:
-            delta_BTD = delta_BTD * flow.inputs.updated_BT.unsqueeze(-1)
-        return (hidden_BTD + delta_BTD).to(hidden_BTD.dtype)
+        return (hidden_BTD + self._read(layer, flow.hidden.pop(layer), flow, coefficient)).to(hidden_BTD.dtype)
 
-    def _read(self, layer: int, hidden_BTD: Tensor, flow: TreeFlow) -> Tensor:
-        """Return Delta (Eqs. 4 to 7), [B, T, D]."""
-        memory, index = flow.memory, self.layer_index[layer]
-        assert memory is not None
-        position_BT1 = flow.index_BT.unsqueeze(-1)
-        filled = _filled(memory.first_BRP[:, index], memory.last_BRP[:, index])
-        first_B1P, last_B1P = memory.first_BRP[:, None, index, :filled], memory.last_BRP[:, None, index, :filled]
-        visible_BTP = (first_B1P <= position_BT1) & (position_BT1 <= last_B1P)
+    def _read(self, layer: int, hidden_BTD: Tensor, flow: TreeFlow, coefficient: Tensor | float) -> Tensor:
+        """Return lambda mask_t Delta_t (Eqs. 4 to 8), [B, T, D].
+
+        What a head gives is multiplied once, by gate, lambda and mask together, and by zero where nothing is visible: the output
+        projection is linear, and a number a head costs nothing beside a pass over all channels.
+        """
+        index = self.layer_index[layer]
+        memory, position_BT1 = flow.layers[index], flow.index_BT.unsqueeze(-1)
+        visible_BTP = (memory.first_B1P <= position_BT1) & (position_BT1 <= memory.last_B1P)
         if flow.document_BT is not None:
-            visible_BTP = visible_BTP & (first_B1P >= flow.document_BT.unsqueeze(-1))
+            visible_BTP = visible_BTP & (memory.first_B1P >= flow.document_BT.unsqueeze(-1))
         some_BT1 = visible_BTP.any(-1, keepdim=True)
-        queries_BQTK = _heads(F.linear(hidden_BTD, self.weight_query[index]), self.heads)
-        keys_BGPK = memory.keys_BRPGK[:, index, :filled].transpose(1, 2).to(queries_BQTK.dtype)
-        values_BGPK = memory.values_BRPGK[:, index, :filled].transpose(1, 2).to(queries_BQTK.dtype)
+        queries_BQTK = _heads(F.linear(hidden_BTD, memory.query_ND), self.heads)
+        keys_BGPK = memory.keys_BPGK.transpose(1, 2).to(queries_BQTK.dtype)
+        values_BGPK = memory.values_BPGK.transpose(1, 2).to(queries_BQTK.dtype)
         # Where nothing is visible all is, and the outcome is thrown away: a row without any key would be no number.
         mixed_BQTK = _attend(queries_BQTK, keys_BGPK, values_BGPK, (visible_BTP | ~some_BT1).unsqueeze(1))
-        mixed_BTQK = mixed_BQTK.transpose(1, 2).masked_fill(~some_BT1.unsqueeze(-1), 0.0)
-        if self.config.gate == "head":
-            gate_BTQ = torch.sigmoid(F.linear(hidden_BTD, self.weight_gate[index]))
+        written_BT1 = some_BT1 if flow.inputs.updated_BT is None else some_BT1 & flow.inputs.updated_BT.unsqueeze(-1)
+        share_BTQ = written_BT1 * coefficient
+        if memory.gate_QD is not None:
+            gate_BTQ = torch.sigmoid(F.linear(hidden_BTD, memory.gate_QD))
             if flow.inputs.collect_signals:
                 flow.gates[index] = gate_BTQ.mean(-1)
-            mixed_BTQK = mixed_BTQK * gate_BTQ.unsqueeze(-1)
-        return F.linear(mixed_BTQK.flatten(2), self.weight_output[index])
+            share_BTQ = share_BTQ * gate_BTQ
+        given_BTQK = mixed_BQTK.transpose(1, 2) * share_BTQ.to(mixed_BQTK.dtype).unsqueeze(-1)
+        return F.linear(given_BTQK.flatten(2), memory.output_DN)
 
     def close(self, flow: Flow) -> PassResult:
         """Return the tokens' rows, the chunk memory of trees that were given, and the gates."""
@@ -385,8 +413,8 @@ def _mapped(read_BRPD: Tensor, weight_RKD: Tensor, filled: Sequence[int]) -> Ten
     if min(filled) == places:
         return torch.einsum("brpd,rkd->brpk", read_BRPD, weight_RKD)
     rows = [
-        F.pad(F.linear(read_BRPD[:, layer, :count], weight_RKD[layer]), (0, 0, 0, places - count))
-        for layer, count in enumerate(filled)
+        F.pad(F.linear(read_BPD[:, :count], weight_KD), (0, 0, 0, places - count))
+        for read_BPD, weight_KD, count in zip(read_BRPD.unbind(1), weight_RKD.unbind(), filled, strict=True)
     ]
     return torch.stack(rows, 1)
 
@@ -398,8 +426,11 @@ def _attend(query_BQTK: Tensor, key_BGPK: Tensor, value_BGPK: Tensor, mask_B1TP:
         return F.scaled_dot_product_attention(
             query_BQTK, key_BGPK, value_BGPK, attn_mask=mask_B1TP, enable_gqa=heads != groups
         )
-    key_BQPK, value_BQPK = (part.repeat_interleave(heads // groups, 1) for part in (key_BGPK, value_BGPK))
-    return attention(query_BQTK, key_BQPK, value_BQPK, mask=mask_B1TP)
+    # The heads of a group are rows of one product, and its keys are not repeated.
+    each = heads // groups
+    rows_BGNK = query_BQTK.unflatten(1, (groups, each)).flatten(2, 3)
+    mixed_BGNK = attention(rows_BGNK, key_BGPK, value_BGPK, mask=mask_B1TP.repeat(1, 1, each, 1))
+    return mixed_BGNK.unflatten(2, (each, -1)).flatten(1, 2)
 
 
 def _heads(flat_BTN: Tensor, heads: int) -> Tensor:

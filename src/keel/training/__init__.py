@@ -14,7 +14,8 @@ from keel.training.recipe import (
     parse_recipe,
     recipe_scales,
 )
-from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer
+from keel.training.settings import PhaseRecord, PhaseSettings
+from keel.training.trainer import PhaseTrainer
 
 __all__ = [
     "Arm",

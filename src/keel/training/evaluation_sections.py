@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.section import Count, NonNegative, Positive, Precision, Section
 from keel.training.tree_sections import (
     Benchmark,
     Cloze,
@@ -307,7 +307,7 @@ class FineTuned(Section):
         learning_rates, batch_sizes, weight_decays: the grid, of which every combination is tried.
         epochs, evaluate_every, patience: see ``keel.evaluation.finetuning.FineTuning``.
         length: most tokens of an example, [CLS] and [SEP] included.
-        precision: ``fp32``, or ``bf16`` for autocast.
+        precision: as of a phase: ``fp32``, ``bf16`` for autocast, or ``auto``.
     """
 
     source: str
@@ -320,7 +320,7 @@ class FineTuned(Section):
     evaluate_every: Count = 100
     patience: Count = 15
     length: Annotated[int, Field(ge=16)] = 128
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
 
 
 class Glue(FineTuned):

@@ -38,8 +38,9 @@ from keel.training.dynamics import disrupted_windows, prepare
 from keel.training.processor import quick_on_processor
 from keel.training.questions import QuestionData, set_ramp
 from keel.training.sections import Phase
+from keel.training.settings import PhaseRecord, PhaseSettings, Progress
 from keel.training.shadow import save_with_shadow, shadow_of
-from keel.training.trainer import PhaseRecord, PhaseSettings, PhaseTrainer, Progress
+from keel.training.trainer import PhaseTrainer
 
 VALIDATION_WINDOWS = 64
 

@@ -22,6 +22,14 @@ from keel.ops.cross_entropy import IGNORED, cross_entropy_sum
 _NAME = "keel_processor"
 
 
+def native_precision(place: torch.device) -> str:
+    """Return ``bf16`` where a GPU or a processor multiplies bfloat16 itself, else ``fp32``: emulated, bf16 takes several times as long."""
+    if place.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    able = torch.cpu.get_capabilities()
+    return "bf16" if able.get("avx512_bf16") or able.get("amx_bf16") else "fp32"
+
+
 @contextmanager
 def quick_on_processor(model: nn.Module) -> Iterator[None]:
     """While the body runs, hosts inside ``model`` take Keel's cross-entropy and, for ``sdpa``, its attention by products.

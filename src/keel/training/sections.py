@@ -13,7 +13,7 @@ from keel.data.corpora import CorpusConfig
 from keel.errors import build_config
 from keel.positions import Positions
 from keel.training.evaluation_sections import Evaluation
-from keel.training.section import Count, NonNegative, Positive, Section
+from keel.training.section import Count, NonNegative, Positive, Precision, Section
 from keel.training.tree_sections import (
     Adapters,
     ArmTrees,
@@ -175,7 +175,8 @@ class Phase(Section):
         learns: ``text``, or the ``questions`` of the data; a batch is then of whole questions, up to ``window`` tokens each.
         trees: whether a batch of questions brings the trees of the arm; without them its tree stream does nothing (lambda = 0).
         ramp: share of the steps over which a tree stream's lambda rises from 0 (GTCA section 3.4).
-        precision: ``fp32``, or ``bf16`` for autocast.
+        precision: ``fp32``, ``bf16`` for autocast, or ``auto``: ``bf16`` where the machine that a run is begun on computes it itself,
+            else ``fp32`` (``keel.training.processor.native_precision``).
         validate_every: steps between points of the validation curve; the last step always has one.
         checkpoint_every: steps between checkpoints.
         dynamics: what a dynamic state path learns; null for plain text.
@@ -200,7 +201,7 @@ class Phase(Section):
     learns: Literal["text", "questions"] = "text"
     trees: bool = True
     ramp: Annotated[float, Field(ge=0, le=1)] = 0.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     validate_every: Count = 100
     checkpoint_every: Count = 100
     dynamics: Dynamics | None = None
@@ -337,6 +338,19 @@ class Recipe(Section):
         fields = {name: value for name, value in {**self.host, **own}.items() if name != "family"}
         return AutoConfig.for_model(self.host["family"], **fields)
 
+    def in_precision(self, native: str) -> Recipe:
+        """Return the recipe with ``native`` (``fp32`` or ``bf16``) wherever a precision is left to the machine."""
+        return Recipe.model_validate(_with_precision(self.model_dump(), native))
+
     def to_yaml(self) -> str:
         """Return the recipe as a YAML file that ``load_recipe`` reads back to the same recipe."""
         return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _with_precision(value: Any, native: str) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: native if key == "precision" and entry == "auto" else _with_precision(entry, native)
+            for key, entry in value.items()
+        }
+    return [_with_precision(entry, native) for entry in value] if isinstance(value, list) else value

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from keel.data.languages.markov import kl_to_attention
@@ -45,7 +43,7 @@ from keel.training.dynamics import disrupted_pass
 from keel.training.labelled import by_length, head_at_labels
 from keel.training.losses import last_attention, smoothing_sum
 from keel.training.schedules import BatchPlan, PlannedBatches, cosine_with_warmup
-from keel.training.sections import Phase
+from keel.training.settings import PhaseRecord, PhaseSettings, training_arguments
 from keel.training.sharding import shard_on_cpu, wants_fsdp
 from keel.training.state import (
     load_optimizer,
@@ -57,59 +55,6 @@ from keel.training.state import (
 
 KEEP_CHECKPOINTS = 2
 VALIDATION_BATCH = 16
-_LOG_POINTS = 100
-Progress = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseSettings:
-    """Everything that a trainer needs besides model and data.
-
-    Attributes:
-        phase: the recipe's phase.
-        arm, seed: for messages and for the manifest; ``seed`` also fixes data order and dropout.
-        folder: checkpoints of this phase.
-        logs: TensorBoard event files.
-        first_step: training steps of earlier phases, which the streams' schedules have already seen.
-        first_entry: samples that earlier phases read of the same data, after which this one goes on.
-        device: ``cpu``, or None for the fastest device there is.
-        progress: called on the first process with what just happened; None for silence.
-    """
-
-    phase: Phase
-    arm: str
-    seed: int
-    folder: Path
-    logs: Path
-    first_step: int = 0
-    first_entry: int = 0
-    device: str | None = None
-    progress: Progress | None = None
-
-    @property
-    def where(self) -> str:
-        """Who this is, for messages."""
-        return f"arm {self.arm!r}, seed {self.seed}, phase {self.phase.name!r}"
-
-
-@dataclass
-class PhaseRecord:
-    """What a phase measured so far; saved with every checkpoint.
-
-    Attributes:
-        curve: points of {"step", "tokens", "nll"}: training tokens of this phase so far and validation loss in nats a
-            token.
-        log: points of {"step", "loss", named losses, named shares, "learning_rate", "grad_norm"}, averaged since the previous point.
-        seconds, tokens: time inside training steps, and the tokens trained on in it; validation and checkpoints are
-            left out.
-        peak_memory_bytes: largest seen; on CPU of the whole process.
-    """
-
-    curve: list[dict[str, float]] = field(default_factory=list)
-    log: list[dict[str, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-    peak_memory_bytes: int = 0
 
 
 class PhaseTrainer(Trainer):
@@ -133,7 +78,7 @@ class PhaseTrainer(Trainer):
         self._num_tokens: Tensor | int = 1
         self._last_point = 0
         self.lr_scheduler: Any = None
-        args = _arguments(settings)
+        args = training_arguments(settings)
         sharded = wants_fsdp() and args.device.type == "cpu"
         if sharded:
             shard_on_cpu(model)
@@ -511,36 +456,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _arguments(settings: PhaseSettings) -> TrainingArguments:
-    phase = settings.phase
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    on_processor = settings.device == "cpu" or not torch.accelerator.is_available()
-    return TrainingArguments(
-        output_dir=str(settings.folder),
-        max_steps=phase.steps,
-        per_device_train_batch_size=max(1, phase.batch_size // (phase.accumulation * world)),
-        gradient_accumulation_steps=phase.accumulation,
-        learning_rate=phase.learning_rate,
-        weight_decay=phase.weight_decay,
-        neftune_noise_alpha=phase.neftune_alpha,
-        max_grad_norm=0.0 if phase.clip is None else phase.clip,
-        bf16=phase.precision == "bf16",
-        seed=settings.seed,
-        logging_steps=max(1, phase.steps // _LOG_POINTS),
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to=["tensorboard"],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        # Said also where there is nothing else: without it the library refuses bf16 on a machine that has no GPU.
-        use_cpu=on_processor,
-        dataloader_pin_memory=False,
-        ddp_timeout=86_400,
-        # On a processor one call for all tensors in place of a dozen a tensor: 2 ms of a small model's step instead of 17.
-        optim="adamw_torch_fused" if on_processor and world == 1 else "adamw_torch",
-    )
 
 
 def pad_together(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
