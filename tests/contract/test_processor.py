@@ -17,7 +17,7 @@ from keel.training.processor import quick_on_processor
 @pytest.mark.parametrize("padding", [None, "right", "left"])
 @host_cases
 def test_a_step_is_as_without(case: Case, padding: str | None) -> None:
-    """In float32 the loss alone is another one, under autocast to bfloat16 attention too; afterwards all is as before."""
+    """The loss is another one, and attention, in bfloat16 and (these keys are few) in float32; afterwards all is as before."""
     model, ids = case.model().train(), tokens(3, 16)
     mask = torch.ones_like(ids)
     for row, length in ((0, 12), (1, 9)):
@@ -37,7 +37,7 @@ def test_a_step_is_as_without(case: Case, padding: str | None) -> None:
         names = _names(loss)
         assert ("_CrossEntropySumBackward" in names) == quick and ("LogSoftmaxBackward0" in names) != quick
         if before == "sdpa":
-            assert ("SoftmaxBackward0" in names) == (quick and autocast)
+            assert ("SoftmaxBackward0" in names) == quick
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
         return loss.detach(), gradients
 
