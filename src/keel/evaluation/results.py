@@ -80,7 +80,10 @@ class Curve(_Model):
 
 
 class Arm(_Model):
-    """One competitor: a host with or without streams, what it cost and what was measured on it."""
+    """One competitor: what it cost and what was measured on it.
+
+    ``streams`` are those whose worth is asked about: a baseline has none (a bare host, a stream that others are compared with, a control).
+    """
 
     label: Name
     streams: list[Name] = []

@@ -185,16 +185,16 @@ def _contrast_sentence(results: Results, status: Status, result: Contrast) -> st
     if status == "undecided":
         return (
             f"{where} it is undecided whether the stream helped: {best} has {quantity}{ours}; {peer}, the best "
-            f"without a stream, {theirs} ({because})."
+            f"baseline, {theirs} ({because})."
         )
     if status == "helped":
         return (
-            f"{where} the stream helped: {best} has {quantity}{ours}, against {theirs} for {peer}, the best without a "
-            f"stream ({because})."
+            f"{where} the stream helped: {best} has {quantity}{ours}, against {theirs} for {peer}, the best baseline "
+            f"({because})."
         )
     return (
-        f"{where} the stream did not help: {peer}, without a stream, has {quantity}{theirs}, against {ours} for "
-        f"{best}, the best with one ({because})."
+        f"{where} the stream did not help: {peer}, the best baseline, has {quantity}{theirs}, against {ours} for "
+        f"{best}, the best with the stream ({because})."
     )
 
 
@@ -215,7 +215,7 @@ def _extrapolation_sentences(results: Results, result: Contrast | None) -> list[
 
 
 def _length_sentences(results: Results, arm: str) -> list[str]:
-    """Say at how many lengths an arm is ahead of every arm without a stream, and how it does at the shortest."""
+    """Say at how many lengths an arm is ahead of every baseline, and how it does at the shortest."""
     lengths = lengths_of(results, "ppl")
     peers = [name for name, other in results.arms.items() if not other.streams]
     if len(lengths) < 2:
@@ -224,7 +224,7 @@ def _length_sentences(results: Results, arm: str) -> list[str]:
     ahead = sum(all(result.ahead for result in results_here) for results_here in every)
     decided = sum(all(result.ahead and result.decided for result in results_here) for results_here in every)
     sentences = [
-        f"{label_of(results, arm)} has a lower perplexity than every arm without a stream at {ahead} of {len(lengths)} "
+        f"{label_of(results, arm)} has a lower perplexity than every baseline at {ahead} of {len(lengths)} "
         f"lengths, decidedly at {decided}."
     ]
     near = f"ppl@{lengths[0]}"
@@ -234,7 +234,7 @@ def _length_sentences(results: Results, arm: str) -> list[str]:
         sentences.append(
             f"At {lengths[0]:,} tokens, the shortest length, {label_of(results, with_stream[0])} "
             f"({measured(results, with_stream[0], near)}) is {relation} {label_of(results, without[0])}, the best "
-            f"without a stream ({measured(results, without[0], near)}; {evidence(result)})."
+            f"baseline ({measured(results, without[0], near)}; {evidence(result)})."
         )
     return sentences
 

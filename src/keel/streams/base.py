@@ -101,7 +101,7 @@ class Stream(nn.Module):
 
     A stream is made from its configuration alone and gets its parameters in ``build``, when the host's sizes are known.
     ``step`` is the training step that schedules follow; it is saved with the model. ``is_baseline`` marks what a mechanism is
-    compared with: a report counts an arm that has nothing else as one without a stream.
+    compared with: a report counts an arm that has nothing else as a baseline.
     """
 
     type_name: ClassVar[str]

@@ -51,7 +51,7 @@ class LearnedPositionsFlow(Flow):
 class LearnedPositionsStream(Stream):
     """Adds a learned vector for each absolute position to the embeddings; padding has no position.
 
-    State while decoding: ``seen`` [B], tokens so far (int64). A baseline: reports count an arm with it as one without a stream.
+    State while decoding: ``seen`` [B], tokens so far (int64). Reports count an arm with it as a baseline.
     """
 
     type_name = "learned_positions"

@@ -104,7 +104,7 @@ class Arm(Section):
     whole does not match them. An arm with ``host_of`` begins with the host that this arm trained with the same seed; its ``adapters``
     are put into it, and into its weights when it is trained; its ``shadow`` stays beside it. ``trees`` are what its tree stream reads.
     With ``save_host`` what it trained is also kept as an ordinary checkpoint, OUT/<arm>/seed<k>/host, for ``host.checkpoint`` of others.
-    A ``control`` has a stream that reads what should not help (random trees): reports count it among the arms without one.
+    A ``control`` has a stream that reads what should not help (random trees): reports count it among the baselines.
     A ``stage`` is what another arm was on the way (a host before its last phases, a path not yet trained): reports show it, and leave it
     out where they say whether the stream helped.
     """
