@@ -24,7 +24,7 @@ from report_cases import (
     replace_metric,
 )
 
-from keel.evaluation.results import Metric, Results
+from keel.evaluation.results import Curve, Metric, Results
 from keel.report.contrasts import contrast, ranking, tally
 from keel.report.findings import verdict
 from keel.report.metrics import groups_of, metric_phrase, primary_metrics
@@ -428,6 +428,24 @@ def test_the_lead_along_training_says_where_it_was_largest(theirs: list[float], 
         data["arms"][arm]["curves"] = {"validation perplexity": curve}
     text = " ".join(verdict(Results.model_validate(data)).sentences)
     assert f"at the last{says}." in text
+
+
+def test_seeds_that_read_other_numbers_of_tokens_are_joined_by_measurement() -> None:
+    """Texts that are read whole: every seed is measured after as many steps, and never after as many tokens."""
+    curve = Curve(
+        x_label="training tokens",
+        x=[90, 100, 110, 190, 210],
+        values=[[None, 4.0, None], [5.0, None, None], [None, None, 3.0], [2.0, None, None], [None, 1.0, None]],
+    )
+    assert curve.joined() == Curve(x_label="training tokens", x=[100, 200], values=[[5.0, 4.0, 3.0], [2.0, 1.0, None]])
+    data = two_arms(4.3, 0.06).model_dump(by_alias=True)
+    for arm in ("structural", "rope"):
+        data["arms"][arm]["curves"] = {"validation perplexity": curve.model_dump()}
+    data["arms"]["structural"]["curves"]["validation perplexity"]["values"] = [
+        [None if value is None else value / 2 for value in row] for row in curve.values
+    ]
+    text = " ".join(verdict(Results.model_validate(data)).sentences)
+    assert "is 0.500 of that of RoPE at the first measurement and 0.500 at the last" in text
 
 
 def test_arms_that_lack_seeds_are_named() -> None:

@@ -93,7 +93,10 @@ def test_the_loss_holds_the_shadows_own(tmp_path: Path) -> None:
     )
     own_TV = model.logits_from_hidden(state_BTD)[0, :-1]
     expected = host(IDS, labels=IDS).loss + 0.05 * torch.nn.functional.cross_entropy(own_TV, IDS[0, 1:])
-    torch.testing.assert_close(model(IDS, labels=IDS).loss, expected)
+    output = model(IDS, labels=IDS)
+    torch.testing.assert_close(output.loss, expected)
+    # It has a name: a perplexity of validation, and the logged one, leave out what has.
+    torch.testing.assert_close(output.loss - output.losses["shadow"], host(IDS, labels=IDS).loss)
     labels = IDS.masked_fill(IDS < 9, -100)
     alone = model(IDS, labels=labels, num_items_in_batch=4, **head_at_labels(labels)).loss
     torch.testing.assert_close(alone, model(IDS, labels=labels, num_items_in_batch=4).loss)

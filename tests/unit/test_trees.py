@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -38,6 +39,33 @@ def _spans(offsets: list[tuple[int, int]], text: str = TEXT) -> TokenSpans:
 
 def _listed(chunks: Chunks) -> list[tuple[int, int, int]]:
     return [(int(a), int(b), int(h)) for a, b, h in zip(chunks.left, chunks.right, chunks.height, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("right", "(one (two (three (four five))))"),
+        ("left", "((((one two) three) four) five)"),
+        ("balanced", "(((one two) three) (four five))"),
+    ],
+)
+def test_trees_that_need_no_parser(shape: str, expected: str) -> None:
+    text, source = "one two three four five", open_source(f"branching:{shape}")
+
+    def written(spans: tuple[Span, ...]) -> str:
+        inner = [i for i, span in enumerate(spans) if span.depth == spans[0].depth + 1]
+        parts = [written(spans[a:b]) for a, b in itertools.pairwise([*inner, len(spans)])]
+        return f"({' '.join(parts)})" if parts else text[spans[0].start : spans[0].end]
+
+    (found,) = source.parse(text)
+    assert written(found.spans) == expected
+    first, second = source.parse("One, two. Six")
+    assert len(first.spans) == 7 and second.spans == (Span(10, 13, 0, ""),)
+
+
+def test_a_shape_that_there_is_not_is_told() -> None:
+    with pytest.raises(KeelError, match="branching:rigth: no such shape; did you mean 'right'"):
+        open_source("branching:rigth")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ Every field is explained in `docs/results-schema.md`. A number that is not finit
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal
@@ -77,6 +79,23 @@ class Curve(_Model):
         if len(self.values) != len(self.x):
             raise ValueError(f"expected one row of values per x: {len(self.x)} x, {len(self.values)} rows")
         return self
+
+    def joined(self) -> Curve:
+        """Return the same with the n-th measurement of every seed in one row, at the mean of their x.
+
+        Seeds are measured at the same steps; where texts are read whole, questions say, these are not the same numbers of tokens.
+        """
+        seeds = [
+            [(x, value) for x, value in zip(self.x, column, strict=True) if value is not None]
+            for column in zip(*self.values, strict=True)
+        ]
+        rows = list(itertools.zip_longest(*seeds))
+        places = [[one[0] for one in row if one is not None] for row in rows]
+        return Curve(
+            x_label=self.x_label,
+            x=[math.fsum(some) / len(some) for some in places],
+            values=[[None if one is None else one[1] for one in row] for row in rows],
+        )
 
 
 class Arm(_Model):

@@ -200,7 +200,9 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
         )
         in_batch = num_items_in_batch if num_tokens_in_batch is None else num_tokens_in_batch
         total = num_tokens if in_batch is None else in_batch
-        losses: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = dict(
+            getattr(output, "losses", {})
+        )  # of what was put into the host, see training/shadow.py
         shares: dict[str, Tensor] = {}
         for name, result in results.items():
             for key, auxiliary in result.losses.items():

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from keel.drawing import Canvas, Drawing, Painter, render
-from keel.evaluation.results import Arm, Curve, Results
+from keel.evaluation.results import Arm, Results
 from keel.report.contrasts import ranking, reference_value
 from keel.report.findings import row_mean
 from keel.report.metrics import (
@@ -198,8 +198,7 @@ def _group_line(name: str, arm: Arm, group: Group) -> Line | None:
 
 
 def _curve_line(name: str, arm: Arm, label: str) -> Line | None:
-    curve: Curve = arm.curves[label]
-    points = []
+    curve, points = arm.curves[label].joined(), []
     for x, row in zip(curve.x, curve.values, strict=True):
         values = [value for value in row if value is not None] or [math.nan]
         points.append((x, row_mean(row), min(values), max(values)))

@@ -278,9 +278,9 @@ def _training_sentences(results: Results) -> list[str]:
     if stream is None or host is None:
         return []
     sentences = []
-    for label, curve in trained[stream].curves.items():
-        other = trained[host].curves.get(label)
-        if other is None or other.x != curve.x or len(curve.x) < 2:
+    for label in (label for label in trained[stream].curves if label in trained[host].curves):
+        curve, other = (trained[arm].curves[label].joined() for arm in (stream, host))
+        if other.x != curve.x or len(curve.x) < 2:
             continue
         pairs = [(row_mean(ours), row_mean(theirs)) for ours, theirs in zip(curve.values, other.values, strict=True)]
         ratios = [ours / theirs if theirs else math.nan for ours, theirs in pairs]

@@ -30,7 +30,7 @@ _NAME = "default"  # of the adapter: peft could hold several
 def add_shadow(host: nn.Module, settings: Shadow) -> None:
     """Put a shadow beside a host, in place; the host still computes what it did.
 
-    A pass with labels adds ``auxiliary`` times the shadow's own cross-entropy to the loss, through the host's head.
+    A pass with labels has a loss more, ``shadow``: ``auxiliary`` times the shadow's own cross-entropy, through the host's head.
 
     Raises: KeelError without peft, or for a host that peft's ShadowPEFT does not know.
     """
@@ -68,7 +68,7 @@ def add_shadow(host: nn.Module, settings: Shadow) -> None:
                 state_BTD = state_BTD[kept]
             logits = module.get_output_embeddings()(state_BTD)
             own = module.loss_function(logits, labels, logits.shape[-1], **about)
-            output.loss = output.loss + settings.auxiliary * own
+            output.losses = {"shadow": settings.auxiliary * own}  # named, so that no perplexity counts it
         return output
 
     host.register_forward_hook(add_own_loss, with_kwargs=True)
