@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 Config = TypeVar("Config")
 
@@ -27,19 +29,19 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 
 def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Config:
-    """Build the dataclass ``cls`` from a mapping; an unknown field raises and names the nearest valid one.
+    """Build the dataclass ``cls`` from a mapping; an unknown field raises and names the nearest valid one, a value must have its type.
 
     Args:
         cls: a dataclass.
         given: field values; lists become tuples, so that the result stays hashable.
         where: what the user calls this place, for the message.
-    Raises: KeelError for an unknown or missing field.
+    Raises: KeelError for an unknown or missing field, or a value of another type; numbers are finite.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     for name in given:
         if name not in fields:
             raise KeelError(f"{where}: unknown field {name!r}; {suggest(name, fields)}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values = {name: _as_tuples(value) for name, value in given.items()}
     missing = [
         name
         for name, field in fields.items()
@@ -47,4 +49,25 @@ def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Con
     ]
     if missing:
         raise KeelError(f"{where}: missing field {missing[0]!r}; give it a value")
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        _check_type(value, hints[name], f"{where}: {name}")
     return cls(**values)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _check_type(value: Any, hint: Any, where: str) -> None:
+    try:
+        TypeAdapter(hint, config=_STRICT).validate_python(value)
+    except ValidationError as error:
+        # Which of several words is meant the class says itself, better.
+        wrong = [one for one in error.errors() if one["type"] != "literal_error"]
+        if wrong:
+            expected = wrong[0]["msg"].removeprefix("Input should be ")
+            raise KeelError(f"{where}={value!r}; expected {expected}") from error
+
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)

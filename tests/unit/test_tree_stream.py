@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D hidden size.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -262,6 +263,10 @@ def test_the_coefficient_rises_from_its_first_step() -> None:
         found.append(float(stream.coefficient()))
     np.testing.assert_allclose(found, [0, 0, 0.05, 0.15, 0.2, 0.2])
     assert _stream(coefficient=0.2).coefficient() == 0.2
+    stream = _stream(coefficient=0.2, start_step=3)
+    for step, expected in ((2, 0.0), (3, 0.2), (4, 0.2)):
+        stream.step.fill_(step)
+        assert float(stream.coefficient()) == pytest.approx(expected)
 
 
 def test_a_lookup_finds_what_would_be_given() -> None:
@@ -293,6 +298,66 @@ def test_what_a_lookup_found_for_the_prompt_is_read_on(monkeypatch: pytest.Monke
     assert torch.equal(*added) and added[0].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_row_that_goes_on_keeps_its_memory_beside_one_that_is_found_again(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while decoding, where what one row has so far is a prompt with one of its options."""
+    texts = [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), (10, 11, 12)]
+    known = {text: _chunks(len(text), "sentence", seed) for seed, text in enumerate(texts)}
+    monkeypatch.setitem(LOOKUPS, "some", lambda name, scope: lambda ids: known.get(tuple(ids)))
+    stream = _stream(lookup="some:")
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 0, 10, 11, 12, 13, 14]])
+    attended = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]]).bool()
+    embeddings, hidden = _normal(2, 7, WIDTH, seed=1), [_normal(2, 7, WIDTH, seed=layer) for layer in range(LAYERS)]
+
+    def last_step(rows: list[int]) -> Tensor:
+        state: dict[str, Tensor] = {}
+        for begin, end in ((0, 5), (5, 6), (6, 7))[: step + 1]:
+            inputs = PassInputs(
+                embeddings_BTD=embeddings[rows, begin:end], input_ids_BT=ids[rows, begin:end], num_past=begin,
+                attended_BT=attended[rows, begin:end],
+            )  # fmt: skip
+            result, added = _write(stream, inputs, [layer[rows, begin:end] for layer in hidden], state)
+            state = _after(state, result)
+        return added
+
+    together = last_step([0, 1])
+    for row in (0, 1):
+        torch.testing.assert_close(together[:, [row]], last_step([row]), **TOLERANCE)
+        assert together[:, row].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scope", ["sentence", "prefix"])
+def test_a_chunk_over_a_border_tells_nothing_of_the_document_before(scope: Scope) -> None:
+    stream, chunks = _stream(tree_scope=scope, coefficient=0.5), fixed_chunks(8, 2, scope)
+    # The second document begins inside the second chunk of two, the first of four and the one of eight.
+    starts = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 0]]).bool()
+    embeddings, hidden = _normal(1, 8, WIDTH, seed=1), [_normal(1, 8, WIDTH, seed=layer) for layer in range(LAYERS)]
+    trees = collate([chunks], LAYERS)
+
+    def added(embeddings: Tensor) -> Tensor:
+        return _write(stream, PassInputs(embeddings_BTD=embeddings, document_starts_BT=starts, trees=trees), hidden)[1]
+
+    other = embeddings.clone()
+    other[:, :3] += 1
+    before, after = added(embeddings), added(other)
+    torch.testing.assert_close(
+        before[:, :, 3:], after[:, :, 3:], **TOLERANCE
+    )  # sums over all tokens differ by rounding
+    assert (before[:, :, :3] - after[:, :, :3]).abs().max() > 1e-3
+    expected = torch.stack(
+        [
+            reference_read(
+                stream, layer, hidden[layer][0], reference_memory(stream, embeddings, trees["left"], trees["right"], trees["height"])[0],
+                {name: tensor[0] for name, tensor in trees.items()}, begin=3,
+            )[3:]
+            for layer in range(LAYERS)
+        ]
+    )  # fmt: skip
+    torch.testing.assert_close(before[:, 0, 3:], expected, **TOLERANCE)
+
+
 def test_a_lookup_may_find_nothing_and_sees_each_document_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -315,10 +380,12 @@ def test_a_lookup_may_find_nothing_and_sees_each_document_alone(monkeypatch: pyt
     [
         ({"tree_scope": "suffix"}, "prefix, sentence"),
         ({"gate": "heads"}, "did you mean 'head'"),
-        ({"coefficient": -0.1}, ">= 0"),
-        ({"warmup_steps": -1}, ">= 0"),
-        ({"layers": (7,)}, "layers 0 to 2"),
-        ({"layers": ()}, "layers 0 to 2"),
+        ({"coefficient": -0.1}, "coefficient=-0.1; give a number of at least 0"),
+        ({"coefficient": math.nan}, "coefficient=nan"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"layers": (7,)}, "layers of the host, 0 to 2"),
+        ({"layers": ()}, "layers of the host, 0 to 2"),
+        ({"layers": (0, 0)}, "each once"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -334,6 +401,10 @@ def test_trees_that_do_not_fit_are_refused() -> None:
         (PassInputs(embeddings_BTD=embeddings, trees=sentence, num_past=3), "give the trees from the first pass on"),
         (PassInputs(embeddings_BTD=embeddings.expand(2, -1, -1), trees=sentence), "rows of the batch"),
         (PassInputs(embeddings_BTD=embeddings, trees=collate([_chunks(4, "sentence")], 2)), "layers of the host"),
+        (
+            PassInputs(embeddings_BTD=embeddings, trees={"left": sentence["left"]}),
+            "no 'height'; make them with keel.trees.collate",
+        ),
     ]
     for inputs, message in cases:
         with pytest.raises(KeelError, match=message):

@@ -70,8 +70,9 @@ class TreeConfig:
                 raise KeelError(
                     f"tree stream: {name}={getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}"
                 )
-        if min(self.coefficient, self.start_step, self.warmup_steps) < 0:
-            raise KeelError("tree stream: coefficient, start_step and warmup_steps are >= 0")
+        for name in ("coefficient", "start_step", "warmup_steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise KeelError(f"tree stream: {name}={getattr(self, name)}; give a number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +135,13 @@ class TreeStream(Stream):
     _lookup: Lookup | None = None
 
     def build(self, shape: HostShape) -> None:
-        """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist."""
+        """See ``Stream.build``. Raises: KeelError when a chosen layer does not exist, or is chosen twice."""
         layers = tuple(range(shape.num_layers)) if self.config.layers is None else self.config.layers
         absent = [layer for layer in layers if not 0 <= layer < shape.num_layers]
-        if absent or not layers:
-            raise KeelError(f"tree stream: layers={layers}, but the host has layers 0 to {shape.num_layers - 1}")
+        if absent or not layers or len(set(layers)) < len(layers):
+            raise KeelError(
+                f"tree stream: layers={layers}; give layers of the host, 0 to {shape.num_layers - 1}, each once, or leave layers out"
+            )
         self.layer_index = {layer: index for index, layer in enumerate(layers)}
         self.num_layers, self.num_heights = shape.num_layers, max(layers) + 1
         self.heads, self.groups, width = shape.num_heads, shape.num_key_value_heads, shape.hidden_size
@@ -172,8 +175,8 @@ class TreeStream(Stream):
         """Return lambda at the current training step."""
         if not (self.config.start_step or self.config.warmup_steps):
             return self.config.coefficient
-        since = self.step - self.config.start_step
-        return self.config.coefficient * (since / max(self.config.warmup_steps, 1)).clamp(0.0, 1.0)
+        since, ramp = self.step - self.config.start_step, self.config.warmup_steps
+        return self.config.coefficient * ((since / ramp).clamp(0.0, 1.0) if ramp else (since >= 0).float())
 
     # -- a pass -----------------------------------------------------------------------------------------------------------
 
@@ -198,15 +201,19 @@ class TreeStream(Stream):
         length = inputs.embeddings_BTD.shape[1]
         index_BS = attended_BS.long().cumsum(1) - 1
         flow.index_BT = index_BS[:, -length:]
+        begun_BS = None
         if inputs.document_starts_BT is not None or inputs.num_past:
-            starts_BS = torch.where(rows["marks"] == 2, index_BS, 0)
-            flow.document_BT = starts_BS.cummax(1).values[:, -length:]
-        trees = self._found(rows, length) if inputs.trees is None and has_trees else inputs.trees
+            begun_BS = torch.where(rows["marks"] == 2, index_BS, 0).cummax(1).values
+            flow.document_BT = begun_BS[:, -length:]
+        trees, goes_on = inputs.trees, [inputs.trees is None] * len(index_BS)
+        if trees is None and has_trees:
+            trees, goes_on = self._found(rows, length)
         if trees is not None:
             self._check(trees, inputs)
-            flow.memory = self._memory(trees, rows["embeddings"], attended_BS)
-        elif inputs.num_past and _MEMORY[0] in state:
-            flow.memory = _kept(state, index_BS[:, -length - 1] + 1)
+            flow.memory = self._memory(trees, rows["embeddings"], attended_BS, begun_BS)
+        if any(goes_on) and inputs.num_past and _MEMORY[0] in state:
+            kept = _kept(state, index_BS[:, -length - 1] + 1)
+            flow.memory = kept if flow.memory is None else _row_by_row(goes_on, kept, flow.memory)
         if flow.memory is not None:
             flow.layers = self._layers(flow.memory)
         return flow
@@ -227,10 +234,12 @@ class TreeStream(Stream):
             rows["ids"] = inputs.input_ids_BT
         return rows
 
-    def _found(self, rows: State, length: int) -> dict[str, Tensor] | None:
-        """Look every document of the rows up by its ids; None where none of them is known.
+    def _found(self, rows: State, length: int) -> tuple[dict[str, Tensor] | None, list[bool]]:
+        """Look every document of the rows up by its ids.
 
         Args: length: of this pass; a document that begins in it is a text and not what was generated behind one.
+        Returns: the trees, None where no document is known; and which rows have one that began earlier and goes on unknown, as behind
+            a prompt: all that such a row reads is what it read before.
         Raises: KeelError for a text that the lookup should know and does not.
         """
         if torch.compiler.is_compiling():
@@ -238,12 +247,12 @@ class TreeStream(Stream):
         assert self.config.lookup is not None
         if self._lookup is None:
             self._lookup = open_lookup(self.config.lookup, self.config.tree_scope)
-        found = []
+        found, goes_on = [], []
         for ids, marks in zip(rows["ids"].tolist(), rows["marks"].tolist(), strict=True):
             attended = [(token, mark) for token, mark in zip(ids, marks, strict=True) if mark]
             begins = [0, *(i for i, (_, mark) in enumerate(attended) if mark == 2 and i), len(attended)]
             num_past = sum(mark > 0 for mark in marks[: len(marks) - length])
-            parts = []
+            parts, unknown = [], False
             for begin, end in itertools.pairwise(begins):
                 document = [token for token, _ in attended[begin:end]]
                 chunks = self._lookup(document)
@@ -251,11 +260,14 @@ class TreeStream(Stream):
                     parts.append(chunks.shifted(begin))
                 elif document and begin >= num_past and hasattr(self._lookup, "missing"):
                     raise KeelError(self._lookup.missing(document))
+                else:
+                    unknown = unknown or begin < num_past
             found.append(joined(parts, self.config.tree_scope))
+            goes_on.append(unknown)
         if not any(map(len, found)):
-            return None
+            return None, [True] * len(found)
         device = rows["ids"].device
-        return {name: tensor.to(device) for name, tensor in collate(found, self.num_layers).items()}
+        return {name: tensor.to(device) for name, tensor in collate(found, self.num_layers).items()}, goes_on
 
     def _check(self, trees: Mapping[str, Tensor], inputs: PassInputs) -> None:
         given = "prefix" if "causal" in trees else "sentence"
@@ -266,14 +278,18 @@ class TreeStream(Stream):
             )
         batch = inputs.embeddings_BTD.shape[0]
         for name, expected in (("left", [batch]), ("height", [batch]), ("chunk", [batch, self.num_layers])):
+            if name not in trees:
+                raise KeelError(f"trees have {', '.join(trees)} and no {name!r}; make them with keel.trees.collate")
             found = list(trees[name].shape)
             if found[: len(expected)] != expected:
                 raise ShapeError(
                     f"trees[{name!r}] is {found}; expected {[*expected, '...']}: rows of the batch, layers of the host"
                 )
 
-    def _memory(self, trees: Mapping[str, Tensor], embeddings_BSD: Tensor, attended_BS: Tensor) -> ChunkMemory:
-        """Return keys and values of what every layer reads."""
+    def _memory(
+        self, trees: Mapping[str, Tensor], embeddings_BSD: Tensor, attended_BS: Tensor, begun_BS: Tensor | None
+    ) -> ChunkMemory:
+        """Return keys and values of what every layer reads; ``begun_BS``: the token that each one's document began with."""
         order_BS = torch.argsort(attended_BS.logical_not().to(torch.uint8), dim=1, stable=True)
         packed_BSD = take_columns(embeddings_BSD, order_BS)
         chunks_BHMD = self.chunk_memory(packed_BSD, trees["left"], trees["right"], trees["height"])
@@ -283,6 +299,11 @@ class TreeStream(Stream):
         places_BRP = chunk_BRP // size * (batch * size) + rows_B11 + chunk_BRP % size
         read_ND = chunks_BHMD.transpose(0, 1).flatten(0, 2).index_select(0, places_BRP.flatten())
         read_BRPD = read_ND.unflatten(0, chunk_BRP.shape)
+        if begun_BS is not None:  # a chunk over a border would tell a document of the one before
+            left_BRP = trees["left"].flatten(1).gather(1, chunk_BRP.flatten(1)).view_as(chunk_BRP)
+            seen_BN = first_BRP.flatten(1).clamp(max=begun_BS.shape[1] - 1)
+            begun_BRP = begun_BS.gather(1, order_BS).gather(1, seen_BN).view_as(chunk_BRP)
+            last_BRP = torch.where(left_BRP < begun_BRP, -1, last_BRP)
         filled = [_filled(first_BRP[:, index], last_BRP[:, index]) for index in range(len(layers))]
         keys, values = (
             _mapped(read_BRPD, weight, filled).unflatten(-1, (self.groups, self.head_size))
@@ -390,6 +411,22 @@ def _kept(state: State, seen_B: Tensor) -> ChunkMemory:
     return dataclasses.replace(memory, last_BRP=last_BRP)
 
 
+def _row_by_row(goes_on: list[bool], kept: ChunkMemory, made: ChunkMemory) -> ChunkMemory:
+    """Return the memory of rows that go on as it was kept, and of all others as it was made."""
+    places, chosen = max(kept.first_BRP.shape[2], made.first_BRP.shape[2]), {}
+    for name in _MEMORY:
+        pair = [getattr(memory, name) for memory in (kept, made)]
+        wide = [
+            F.pad(
+                part, (0, 0) * (part.dim() - 3) + (0, places - part.shape[2]), value=-1.0 if name == "last_BRP" else 0.0
+            )
+            for part in pair
+        ]
+        goes_on_B = torch.tensor(goes_on, device=wide[0].device)
+        chosen[name] = torch.where(goes_on_B.view(-1, *[1] * (wide[0].dim() - 1)), *wide)
+    return ChunkMemory(**chosen)
+
+
 def _may_look(tensor: Tensor) -> bool:
     """Return whether what is computed may depend on a tensor's numbers: elsewhere than on a processor one would wait for them."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -470,14 +507,15 @@ def reference_read(
     Args:
         chunks_HMD: as ``reference_memory`` gives them.
         trees: the row's part of ``keel.trees.collate``, without the batch dimension.
-        begin: the token that the document began with; chunks before it are not seen.
+        begin: the token that the document began with; chunks that begin before it are not seen.
     Returns: [T, D].
     """
     index, size, flat_ND = stream.layer_index[layer], stream.head_size, chunks_HMD.flatten(0, 1)
     places = list(zip(*(trees[name][layer].tolist() for name in ("chunk", "first", "last")), strict=True))
+    lefts = trees["left"].flatten().tolist()
     rows = []
     for t, h_D in enumerate(hidden_TD):
-        seen = [chunk for chunk, first, last in places if max(first, begin) <= t <= last and first >= begin]
+        seen = [chunk for chunk, first, last in places if first <= t <= last and begin <= lefts[chunk]]
         outputs = []
         for head in range(stream.heads):
             group = head // (stream.heads // stream.groups)
