@@ -41,6 +41,7 @@ app = typer.Typer(
     "[bold]keel COMMAND --help[/bold].",
 )
 trees_app = typer.Typer(
+    no_args_is_help=True,
     help="Parse trees for the tree stream: train a parser, parse a corpus into a cache.",
     epilog="Example:  keel trees train treebank.mrg --out parser.safetensors",
 )
@@ -180,7 +181,7 @@ def run(
     scale: Annotated[
         Scale | None,
         typer.Option(
-            help="tiny: seconds, a test; small: this machine; paper: the paper's sizes.", show_default="small"
+            help="tiny: seconds an arm, a test; small: this machine; paper: the paper's sizes.", show_default="small"
         ),
     ] = None,
     out_dir: Annotated[
@@ -470,7 +471,10 @@ def build_trees(
         Path, typer.Argument(help="Text, one sentence or document a line, .gz or plain.", metavar="FILE")
     ],
     source: Annotated[
-        str, typer.Option(help="bracketed:FILE, treesitter:LANGUAGE, keel:PARSER, stanza:LANGUAGE or benepar:MODEL.")
+        str,
+        typer.Option(
+            help="bracketed:FILE, treesitter:LANGUAGE, keel:PARSER, stanza:LANGUAGE, benepar:MODEL or branching:SHAPE."
+        ),
     ],
     tokenizer: Annotated[str, typer.Option(help="Checkpoint or folder with the model's fast tokenizer.")],
     out_file: Annotated[Path, typer.Option("--out", help="Cache; one that is there is added to.")] = Path(

@@ -41,7 +41,7 @@ def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Con
     for name in given:
         if name not in fields:
             raise KeelError(f"{where}: unknown field {name!r}; {suggest(name, fields)}")
-    values = {name: _as_tuples(value) for name, value in given.items()}
+    values = {name: _as_tuple(value) for name, value in given.items()}
     missing = [
         name
         for name, field in fields.items()
@@ -55,16 +55,16 @@ def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Con
     return cls(**values)
 
 
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _check_type(value: Any, hint: Any, where: str) -> None:
     try:
         TypeAdapter(hint, config=_STRICT).validate_python(value)
     except ValidationError as error:
-        # Which of several words is meant the class says itself, better.
-        wrong = [one for one in error.errors() if one["type"] != "literal_error"]
+        # Which of several words is meant the class says itself, better; and a tuple is given where a list would do.
+        wrong = [one for one in error.errors() if one["type"] not in ("literal_error", "list_type")]
         if wrong:
             expected = wrong[0]["msg"].removeprefix("Input should be ")
             raise KeelError(f"{where}={value!r}; expected {expected}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,9 +40,20 @@ def train(
         raise KeelError(
             f"{file} has {len(trees)} trees and {held_out} are held out; hold out at least 1, and fewer than all"
         )
+    _check_writable(out)
     parser = train_parser(trees[:-held_out], training=training, progress=progress)
     save_parser(parser, out)
     return score_parser(parser, trees[-held_out:])
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before minutes of training whether its outcome can be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise KeelError(f"nothing can be written to {out.parent} ({error}); name another file with --out") from error
 
 
 def score_parser(parser: SpanParser, trees: Sequence[Any]) -> dict[str, float]:
@@ -90,7 +102,7 @@ def build_cache(
 
     Args: prompts: the lines are JSON objects {"prompt": ..., "options": [...]}, read field by field: a row each of the prompt alone and
         of the prompt with each of its options, if there are any, behind it. They begin as rows of our evaluations do.
-    Raises: KeelError for a corpus, tokenizer, source or cache that cannot be used.
+    Raises: KeelError for a corpus, tokenizer, source or cache that cannot be used, and at the end where no text has a tree.
     """
     if not corpus.is_file():
         raise KeelError(f"{corpus} is no file; give a text file (UTF-8, .gz or plain) with one row of the model a line")
@@ -99,7 +111,12 @@ def build_cache(
     start = start_of(loaded) if prompts else None
     plan = BuildPlan(cache=cache, source=source, tokenizer=backend, scope=scope, max_tokens=max_tokens, start=start)
     texts: Iterable[Text] = _prompts(corpus) if prompts else _lines(corpus)
-    return build(texts, plan, workers, progress, engine)
+    counts = build(texts, plan, workers, progress, engine)
+    if counts == BuildCounts():
+        raise KeelError(f"{corpus} has no line with text; give one row of the model a line")
+    if not counts.parsed + counts.known:
+        raise KeelError(f"none of the {counts.without:,} texts of {corpus} has a tree; of the first: {counts.reason}")
+    return counts
 
 
 def _prompts(path: Path) -> Iterator[tuple[str, str]]:
@@ -130,4 +147,4 @@ def _lines(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield line.strip()
     except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise KeelError(f"{path} cannot be read as UTF-8 text ({error})") from error
+        raise KeelError(f"{path} cannot be read as UTF-8 text ({error}); write it as UTF-8 first") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 
@@ -17,6 +19,9 @@ class Config:
     cell: str
     layers: tuple[int, ...] | None = None
     sites: list[str] = field(default_factory=list)
+    share: float = 0.5
+    points: float | tuple[tuple[int, float], ...] = 0.0
+    way: Literal["here", "there"] = "here"
     computed: int = field(default=3, init=False)
 
 
@@ -40,6 +45,30 @@ def test_an_unknown_field_names_place_field_and_nearest() -> None:
         build_config(Config, {"cell": "gru", "layres": [0]}, "arms.structural")
     assert str(error.value).startswith("arms.structural: unknown field 'layres'; did you mean 'layers'? valid: cell, ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"layers": ["a"]}, "stream: layers=('a',); expected a valid integer"),
+        ({"layers": [True]}, "stream: layers=(True,); expected a valid integer"),
+        ({"share": "abc"}, "stream: share='abc'; expected a valid number"),
+        ({"share": True}, "stream: share=True; expected a valid number"),
+        ({"share": math.nan}, "stream: share=nan; expected a finite number"),
+        ({"share": math.inf}, "stream: share=inf; expected a finite number"),
+        ({"cell": 3}, "stream: cell=3; expected a valid string"),
+    ],
+)
+def test_a_value_of_another_type_is_told(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(KeelError) as error:
+        build_config(Config, {"cell": "gru", **given}, "stream")
+    assert str(error.value) == says
+
+
+def test_a_value_that_has_its_type_is_taken() -> None:
+    given = {"cell": "gru", "share": 1, "layers": [3], "sites": ["x"], "points": [[1, 0.5]], "way": "elsewhere"}
+    config = build_config(Config, given, "stream")  # which words are known a class says itself
+    assert (config.share, config.layers, config.points, config.way) == (1, (3,), ((1, 0.5),), "elsewhere")
 
 
 def test_a_field_that_is_computed_cannot_be_given() -> None:

@@ -17,6 +17,7 @@ from keel.data.sources import Document
 from keel.errors import KeelError
 from keel.evaluation import options
 from keel.evaluation.items import ItemMetric, item_statistic
+from keel.evaluation.leak import text_leak
 from keel.evaluation.minimal_pairs import MinimalPair, minimal_pairs, read_pairs
 from keel.evaluation.multiple_choice import best, multiple_choice, requests_of
 from keel.evaluation.options import Request, option_scores, reference_scores
@@ -41,6 +42,12 @@ REQUESTS = [
     Request(PROMPT, QUESTION.continuations()),
     Request("Sentence: The dog were.\nAnswer:", (" 0", " 1")),
     Request("Question: Who?\nAnswer:", (" the old man by the river",)),
+]
+# Prompts that end within what is parsed: their trees are others with an option behind them, where a tree is of a whole sentence.
+MIDWAY = [
+    Request("The old man by the", (" river thinks", " dog")),
+    Request("Question: The old man thinks.", (" river thinks", " dog sat down", ".")),
+    Request("The man thinks.\n", ("river thinks", "The dog sat down")),
 ]
 
 
@@ -113,14 +120,41 @@ def _reader(kind: str, **options: Any) -> FieldReader:
 @pytest.mark.parametrize("budget", [8192, 60])
 def test_a_prompt_read_once_gives_what_every_option_alone_gives(kind: str, budget: int) -> None:
     model, reader = cases.model(len(TOKENIZER), **KINDS[kind]), _reader(kind)
-    found = option_scores(model, reader, REQUESTS, token_budget=budget)
-    expected = reference_scores(model, reader, REQUESTS)
+    found = option_scores(model, reader, [*REQUESTS, *MIDWAY], token_budget=budget)
+    expected = reference_scores(model, reader, [*REQUESTS, *MIDWAY])
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-9)
     if kind != "bare":  # the stream has an effect: without it the scores are others
         with model.disable_streams():
-            bare = option_scores(model, _reader("bare"), REQUESTS)
+            bare = option_scores(model, _reader("bare"), [*REQUESTS, *MIDWAY])
         assert max(abs(a - b) for x, y in zip(found, bare, strict=True) for a, b in zip(x, y, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "The old man by the river", "Sentence: The old man thinks."])
+@pytest.mark.parametrize("scope", ["sentence", "prefix"])
+def test_decoding_behind_a_prompt_is_as_without_a_cache(scope: Any, prompt: str) -> None:
+    model = cases.model(len(TOKENIZER), tree_scope=scope)
+    row = reader_of(TOKENIZER, source=cases.MadeUpSource(), scope=scope).read(prompt)
+    ids, inputs = torch.tensor([row.ids]), row_inputs([row], 3)
+    asked: Any = dict(
+        attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None, **inputs
+    )
+    cached, uncached = (model.generate(ids, use_cache=use, **asked) for use in (True, False))
+    assert torch.equal(cached, uncached)
+    with torch.no_grad():
+        past = model(ids, use_cache=True, **inputs).past_key_values
+        whole = model(cached[:, :-1], **inputs).logits[:, len(row.ids) :]
+        parts = model(cached[:, len(row.ids) : -1], past_key_values=past).logits
+    torch.testing.assert_close(parts, whole)
+
+
+def test_a_call_to_the_tokenizer_that_cut_off_changes_no_row() -> None:
+    tokenizer = cases.tokenizer()
+    before = reader_of(tokenizer, source=cases.MadeUpSource())
+    expected = before.read(PROMPT)
+    tokenizer([PROMPT, "The"], truncation=True, max_length=4, padding=True)
+    after = reader_of(tokenizer, source=cases.MadeUpSource())
+    assert after.read(PROMPT).ids == expected.ids and after.making == before.making
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,6 +258,16 @@ def test_strict_trees_of_prompts_know_no_future() -> None:
         assert worst < 1e-9 if kind == "prefix" else worst > 1e-3
 
 
+def test_the_leak_of_texts_that_go_on_where_others_end() -> None:
+    pairs = [("The old man by the", "The old man by the river thinks that nobody"), ("The old man.", "The old man.")]
+    for kind in ("prefix", "sentence"):
+        model, reader = cases.model(len(TOKENIZER), **KINDS[kind]), _reader(kind)
+        most, average = text_leak(model, reader, pairs)
+        assert (most.name, average.name) == ("leak.max_logit_change", "leak.mean_logit_change")
+        assert average.numerators[1] == 0.0 and most.numerators[0] == average.numerators[0]
+        assert average.numerators[0] < 1e-6 if kind == "prefix" else average.numerators[0] > 1e-3
+
+
 @torch.no_grad()
 def _change(model: Any, reader: FieldReader, text: str, other: str) -> float:
     rows = [reader.read(one) for one in (text, other)]
@@ -319,6 +363,12 @@ def test_corrupted_trees_keep_words_and_spans(kind: Any) -> None:
         assert CorruptedSource(source, kind, seed=1).parse(text)[0] != wrong
     chain = Tree((Span(0, 5, 0, "S"), Span(0, 5, 1, "X"), Span(0, 2, 2, "a"), Span(3, 5, 2, "b")))
     assert len(CorruptedSource(_Fixed(chain), kind).parse("ab cd")[0].spans) == 4
+    deep, last = [], 1199  # deeper than calls may be, as sums in code are
+    for word in range(last):
+        deep += [Span(2 * word, 2 * last + 1, word, "X"), Span(2 * word, 2 * word + 1, word + 1, "W")]
+    deep.append(Span(2 * last, 2 * last + 1, last, "W"))
+    wrong = CorruptedSource(_Fixed(Tree(tuple(deep))), kind).parse("x " * 1200)[0]
+    assert len(wrong.spans) == len(deep) and wrong.spans != tuple(deep)
 
 
 class _Fixed:

@@ -26,7 +26,7 @@ from keel.trees.parser_training import TrainingConfig, train_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
 
-from tree_cases import staged_recipe  # found through the line above
+from tree_cases import staged_recipe, tokenizer  # found through the line above
 
 pytest.importorskip("nltk", reason="the extra keel[trees] is not installed")
 
@@ -111,11 +111,36 @@ def test_from_a_treebank_to_a_stream_that_reads_the_cache(
             lambda bank, folder: parsing.build_cache(bank, folder / "c", source="x:y", tokenizer=str(folder)),
             "cannot be loaded",
         ),
+        (
+            lambda bank, folder: parsing.train(bank, bank / "p", held_out=12),
+            "nothing can be written to .*; name another file with --out",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(call: Any, message: str, treebank: Path, tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=message):
         call(treebank, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "bank", "message"),
+    [
+        ("\n \n", "(S (NN cats))", "corpus.txt has no line with text"),
+        ("dogs\nmice", "(S (NN cats))", "none of the 2 texts of .* has a tree; of the first: .*no tree for 'dogs'"),
+        ("dogs", "\n", "bracketed:.* has no tree; expected brackets"),
+    ],
+)
+def test_a_cache_of_nothing_is_no_success(text: str, bank: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text(text)
+    (tmp_path / "bank.mrg").write_text(bank)
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(KeelError, match=message):
+        parsing.build_cache(
+            tmp_path / "corpus.txt",
+            tmp_path / "c",
+            source=f"bracketed:{tmp_path / 'bank.mrg'}",
+            tokenizer=str(tmp_path / "tokenizer"),
+        )
 
 
 def test_the_scores_of_a_parser(treebank: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -80,12 +81,54 @@ def test_every_flipped_byte_and_every_cut_is_noticed() -> None:
 
 def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all" * 300)
-    with pytest.raises(KeelError, match="delete it and build it again"):
-        TreeCache(tmp_path / "text")
+    for path in (tmp_path / "text", tmp_path):  # of the user's own: nobody is told to delete it
+        with pytest.raises(KeelError, match="is no cache of trees; name another file"):
+            TreeCache(path)
     with pytest.raises(KeelError, match="keel trees build"):
         TreeCache(tmp_path / "missing", read_only=True)
     with pytest.raises(KeelError, match="cannot be used"):
         TreeCache(tmp_path / "text" / "below")
+    (tmp_path / "damaged").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    with pytest.raises(KeelError, match="delete it and build it again"):
+        TreeCache(tmp_path / "damaged")
+
+
+def test_a_reader_leaves_a_folder_as_it_is_that_it_may_not_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TreeCache(tmp_path / "trees.sqlite")
+    _put(cache, [1], fixed_chunks(3, 2))
+    cache.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["trees.sqlite"]
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    reader = TreeCache(cache.path, read_only=True)
+    assert _same(reader.get(MAKING, [1]), fixed_chunks(3, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["trees.sqlite"]
+
+
+def test_a_new_file_that_another_builder_has_locked_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "trees.sqlite"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(0.3, other.execute, ("COMMIT",))
+    timer.start()
+    begin = time.monotonic()
+    _put(TreeCache(path), [1], fixed_chunks(1, 2))
+    assert time.monotonic() - begin > 0.2
+    timer.join()
+    other.close()
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    cache = TreeCache(tmp_path / "trees.sqlite")
+    connection = cache._connection()
+    connection.execute(f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').fetchone()[0] + 1}")
+    rows = [(MAKING.key([n]), os.urandom(5000)) for n in range(20)]
+    with pytest.raises(KeelError, match=r"disk is full\); see to that and start again"):
+        cache.put(MAKING, rows)
+    connection.execute("PRAGMA max_page_count = 100000")
+    cache.put(MAKING, rows)
+    assert len(cache) == 20
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -250,6 +293,35 @@ def test_prefix_chunks_are_kept_apart_and_texts_are_cut(tmp_path: Path) -> None:
         open_lookup(f"cache:{plan.cache}", "sentence")
     with pytest.raises(KeelError, match="at least one worker"):
         build([], plan, workers=0)
+
+
+@pytest.mark.usefixtures("flat")
+def test_the_tree_of_a_text_that_was_cut_knows_nothing_of_the_rest(tmp_path: Path) -> None:
+    """Else the same tokens would have the tree of whichever text was met first."""
+    found = []
+    for number, texts in enumerate((["w1 w2 w3", "w1 w2"], ["w1 w2", "w1 w2 w3"])):
+        plan = _plan(tmp_path, cache=tmp_path / str(number), max_tokens=2)
+        assert build(texts, plan).without == 0
+        found.append(open_lookup(f"cache:{plan.cache}", "sentence")([1, 2]))
+    assert found[0] is not None and found[1] is not None and _same(found[0], found[1])
+
+
+def test_a_treebank_has_no_trees_of_beginnings(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="and of no sentence's beginnings"):
+        _plan(tmp_path, source="bracketed:x.mrg", scope="prefix")
+    with pytest.raises(KeelError, match="at least 1 chunk"):
+        _plan(tmp_path, max_chunks=0)
+
+
+def test_what_is_missing_is_built_as_the_others_were(tmp_path: Path) -> None:
+    def said(**fields: Any) -> str:
+        cache = TreeCache(tmp_path / "_".join(map(str, fields.values())))
+        _put(cache, [1], fixed_chunks(1, 2), replace(MAKING, **fields))
+        return open_lookup(f"cache:{cache.path}", "prefix").missing([7, 8])  # type: ignore[attr-defined, no-any-return]
+
+    assert "build it: keel trees build TEXT --source s --tokenizer TOKENIZER --scope prefix --out " in said(source="s")
+    for fields in ({"source": "permuted:s"}, {"max_chunks": 16}):
+        assert "keel trees build" not in said(**fields) and str(*fields.values()) in said(**fields)
 
 
 @pytest.mark.parametrize("scope", ["sentence", "prefix"])

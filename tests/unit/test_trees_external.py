@@ -82,6 +82,17 @@ def test_stanza(monkeypatch: pytest.MonkeyPatch) -> None:
         open_source("stanza:xx")
 
 
+def test_a_word_that_has_no_character_of_its_own_is_in_no_tree() -> None:
+    """As the second of Portuguese "à", which is a + a."""
+    tree = nltk.Tree.fromstring("(ROOT (S (VP (VB Vai) (PP (IN a) (NP (DT a) (NN casa)))) (. .)))")
+    found = placed(tree, [(0, 3), (4, 5), (5, 5), (6, 10), (10, 11)])
+    text = "Vai à casa."
+    assert found is not None
+    words = [text[span.start : span.end] for span, leaf in zip(found.spans, found.leaves(), strict=True) if leaf]
+    assert words == ["Vai", "à", "casa", "."] and "à casa" in [text[span.start : span.end] for span in found.spans]
+    assert placed(nltk.Tree.fromstring("(ROOT (S (X a)))"), [(0, 0)]) is None
+
+
 class _Benepar:
     __version__ = "0.2.0"
 

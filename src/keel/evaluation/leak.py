@@ -59,7 +59,7 @@ def text_leak(
     """Change the end of texts, and see what the logits before it do.
 
     Args:
-        pairs: two texts that begin alike; a pair that does not, or is equal, counts as a change of 0.
+        pairs: two texts that begin alike, or of which one is the beginning of the other; an equal pair counts as a change of 0.
     Returns: ``leak.max_logit_change`` over all pairs and ``leak.mean_logit_change``, the mean of each pair's largest, in logits.
     """
     changes = []
@@ -72,7 +72,10 @@ def text_leak(
                 .float()
                 for row in rows
             ]
-            same = next((i for i, (a, b) in enumerate(zip(*(row.ids for row in rows), strict=False)) if a != b), 0)
-            changes.append(float((logits[0][:same] - logits[1][:same]).abs().max()) if same else 0.0)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(*(row.ids for row in rows), strict=False)) if a != b),
+                min(len(row.ids) for row in rows),  # one goes on where the other ends
+            )
+            changes.append(float((logits[0][:same] - logits[1][:same]).abs().max()))
     names = {"leak.max_logit_change": [max(changes)], "leak.mean_logit_change": changes}
     return [mean(name, values, unit="logits", higher_is_better=None) for name, values in names.items()]

@@ -1,4 +1,6 @@
-"""Log-likelihoods of what may follow a prompt: every prompt is read once, its options go on from its cache.
+"""Log-likelihoods of what may follow a prompt: a prompt is read once, its options go on from its cache.
+
+A prompt whose trees are others with an option behind it (one that ends within a sentence, in scope ``sentence``) is read with each.
 
 GTCA Eq. 9: an option scores the sum of the log-probabilities of its tokens, each after the prompt and the tokens before it.
 ``reference_scores`` is the specification: every prompt and option in a pass of its own.
@@ -9,6 +11,7 @@ Shapes: B prompts, P tokens of a prompt, N options, C tokens of an option, V voc
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +21,8 @@ from torch import Tensor
 from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
 from keel.ops.padding import rows_of_length
-from keel.trees.fields import FieldReader, Row, padded_left, row_inputs
+from keel.trees.chunks import joined
+from keel.trees.fields import FieldReader, Row, continues, padded_left, row_inputs
 
 _READ_AT_ONCE = 128  # requests
 _PASS_TOKENS = 128  # a pass of its own costs a small host as much as so many tokens more, on a processor
@@ -39,11 +43,15 @@ class Scored(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A request as rows: of the prompt alone, and with each option behind it."""
+    """A request as rows: of the prompt alone, and with each option behind it; an option begins at token ``begin`` of its row.
+
+    The prompt is what the rows share: no more than the start token where the trees of a prompt are others with an option behind it.
+    """
 
     number: int
     alone: Row
     rows: list[Row]
+    begin: int
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -103,7 +111,18 @@ def _read(reader: FieldReader, requests: Sequence[Request]) -> Iterator[_Prompt]
         some = requests[begin : begin + _READ_AT_ONCE]
         rows = iter(reader.read_all([(one.prompt, option) for one in some for option in ("", *one.options)]))
         for number, request in enumerate(some, begin):
-            yield _Prompt(number, next(rows), [next(rows) for _ in request.options])
+            alone, behind = next(rows), [next(rows) for _ in request.options]
+            begin = alone.num_prompt
+            if not all(continues(row, alone) for row in behind):
+                behind = [dataclasses.replace(row, num_prompt=1) for row in behind]
+                alone = _start_of(alone)
+            yield _Prompt(number, alone, behind, begin)
+
+
+def _start_of(row: Row) -> Row:
+    """Return the row of the start token alone, which is in no field: it sees no chunk and is updated."""
+    chunks = None if row.chunks is None else joined([], row.chunks.scope)
+    return Row(ids=row.ids[:1], num_prompt=1, chunks=chunks, updated=None)
 
 
 def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Prompt]]:
@@ -149,7 +168,8 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
             logs[n] = torch.cat([logs[n], behind_CV[: len(options[n].ids) - options[n].num_prompt - 1]])
     found: list[list[Scored]] = [[] for _ in batch]
     for owner, row, logs_CV in zip(owners, options, logs, strict=True):
-        ids_C = torch.tensor(row.ids[row.num_prompt :], device=device)
+        begin = batch[owner].begin
+        ids_C, logs_CV = torch.tensor(row.ids[begin:], device=device), logs_CV[begin - row.num_prompt :]
         scores_C = logs_CV.gather(-1, ids_C.unsqueeze(-1)).squeeze(-1)
         found[owner].append(Scored(float(scores_C.double().sum()), bool((logs_CV.argmax(-1) == ids_C).all())))
     return found

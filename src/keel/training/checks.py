@@ -365,7 +365,8 @@ def _check_borrowed(recipe: Recipe, name: str) -> None:
     known = [phase.name for phase in recipe.phases_of(lender)]
     if arm.weights_after is not None and arm.weights_after not in known[:-1]:
         raise KeelError(
-            f"arms.{name}.weights_after: {lender!r} has no phase {arm.weights_after!r} before its last; {suggest(arm.weights_after, known)}"
+            f"arms.{name}.weights_after: {lender!r} has no phase {arm.weights_after!r} before its last; "
+            f"{suggest(arm.weights_after, known[:-1])}"
         )
     if arm.host_alone and (arm.streams or not recipe.arms[lender].streams):
         raise KeelError(

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from tokenizers import Tokenizer
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
 from keel.trees.build_ray import made_by_ray
-from keel.trees.cache import Making, TreeCache, encode, tokenizer_fingerprint
+from keel.trees.cache import Making, TreeCache, encode, plain_tokenizer, tokenizer_fingerprint
 from keel.trees.chunks import Chunks, Scope
 from keel.trees.fields import FieldReader, parsed_parts
 from keel.trees.sources import TreeSource, open_source
@@ -44,9 +43,9 @@ class BuildPlan:
         source: name of a ``TreeSource``.
         tokenizer: a fast tokenizer as ``tokenizer.backend_tokenizer.to_str()``; ids are made with its special tokens.
         scope, max_chunks: see ``keel.trees.align``.
-        max_tokens: longer texts are cut off there; None for no limit.
+        max_tokens: longer texts are cut off there, before they are parsed; None for no limit.
         start: id that rows of prompts begin with, which are read field by field (``keel.trees.fields``); None for plain texts.
-    Raises: KeelError for prompts that are to be cut off.
+    Raises: KeelError for prompts that are to be cut off, a treebank's trees of beginnings, or no chunk at all.
     """
 
     cache: Path
@@ -60,6 +59,13 @@ class BuildPlan:
     def __post_init__(self) -> None:
         if self.start is not None and self.max_tokens is not None:
             raise KeelError("prompts are not cut off, or their options would be; leave max_tokens out")
+        if self.scope == "prefix" and self.source.startswith("bracketed:"):
+            raise KeelError(
+                f"{self.source} with scope prefix: a treebank has trees of whole sentences, and of no sentence's beginnings; take a "
+                "source that parses, or scope sentence"
+            )
+        if self.max_chunks < 1:
+            raise KeelError(f"max_chunks={self.max_chunks}; keep at least 1 chunk of each height")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class Builder:
 
     def __init__(self, plan: BuildPlan, with_cache: bool = True) -> None:
         self.plan = plan
-        self.tokenizer = Tokenizer.from_str(plan.tokenizer)
+        self.tokenizer = plain_tokenizer(plan.tokenizer)
         self.source: TreeSource = open_source(plan.source)
         self.parsing = self.source  # what has parsed the batch at hand together
         self.cache = TreeCache(plan.cache) if with_cache else None
@@ -98,7 +104,7 @@ class Builder:
             self.making = self.reader.making
             return
         self.making = Making(
-            tokenizer=tokenizer_fingerprint(plan.tokenizer),
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
             source=self.source.name,
             version=self.source.version,
             scope=plan.scope,
@@ -110,9 +116,7 @@ class Builder:
         if self.reader is not None:
             return self._of_prompt(self.reader, *((text, "") if isinstance(text, str) else text))
         assert isinstance(text, str)
-        whole: str = text
-        encoding = self.tokenizer.encode(whole)
-        ids, offsets = encoding.ids[: self.plan.max_tokens], encoding.offsets[: self.plan.max_tokens]
+        whole, ids, offsets = self._cut(text)
 
         def make() -> Chunks:
             spans = token_spans(whole, offsets)
@@ -122,6 +126,13 @@ class Builder:
             return prefix_chunks(len(ids), parsed_prefixes(source, whole, spans), self.plan.max_chunks)
 
         return ids, make
+
+    def _cut(self, text: str) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """Return the text as far as it is kept, its ids and its offsets: the tree of these tokens knows nothing of what was cut off."""
+        encoding, most = self.tokenizer.encode(text), self.plan.max_tokens
+        ids, offsets = encoding.ids[:most], encoding.offsets[:most]
+        whole = len(ids) == len(encoding.ids)
+        return (text if whole else text[: max((end for _, end in offsets), default=0)]), ids, offsets
 
     def _of_prompt(
         self, reader: FieldReader, prompt: str, continuation: str
@@ -145,12 +156,10 @@ class Builder:
     def made(self, texts: Sequence[Text]) -> list[Made]:
         """Make the row of every text; those of whole sentences are parsed in one call."""
         wanted = []
-        if (
-            self.plan.scope == "sentence"
-        ):  # under strict causality it is the beginnings of one text that are parsed together
+        if self.plan.scope == "sentence":  # under strict causality the beginnings of one text are parsed together
             for text in texts:
                 whole = text if isinstance(text, str) else "".join(text)
-                wanted += [whole] if self.reader is None else parsed_parts(whole)
+                wanted += [self._cut(whole)[0]] if self.reader is None else parsed_parts(whole)
         self.parsing = ParsedTogether(self.source, wanted) if wanted else self.source
         return [self._made(text) for text in texts]
 

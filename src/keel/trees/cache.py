@@ -17,6 +17,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from keel.errors import KeelError
+from keel.trees.align import MAX_CHUNKS
 from keel.trees.chunks import ALWAYS, ARRAYS, Chunks, Scope
+from keel.trees.corrupted import CORRUPTIONS
 from keel.trees.lookup import LOOKUPS, Lookup
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,7 @@ FIELDS_OF = "fields of "  # before the source's name, where prompts were read fi
 _FORMAT = 1
 _KEY_BYTES, _CHECK_BYTES = 16, 8
 _WAIT_SECONDS = 60.0
+_MAGIC = b"SQLite format 3\0"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS makings (digest BLOB PRIMARY KEY, described TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -69,9 +74,20 @@ class Making:
         return _hash(self.digest, np.asarray(ids, dtype="<i4").tobytes(), size=_KEY_BYTES)
 
 
-def tokenizer_fingerprint(backend: str) -> str:
-    """Return a short hash of a fast tokenizer, given as ``tokenizer.backend_tokenizer.to_str()``."""
-    return hashlib.sha256(backend.encode()).hexdigest()[:16]
+def plain_tokenizer(backend: str) -> Tokenizer:
+    """Return a fast tokenizer, given as ``tokenizer.backend_tokenizer.to_str()``, that neither pads nor cuts off.
+
+    Both are settings that an earlier call of transformers' tokenizer leaves switched on.
+    """
+    tokenizer: Tokenizer = Tokenizer.from_str(backend)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Return a short hash of what ``plain_tokenizer`` gives."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
 
 
 class TreeCache:
@@ -88,6 +104,8 @@ class TreeCache:
         self._local = threading.local()
         if read_only and not self.path.is_file():
             raise KeelError(f"there is no cache of trees at {self.path}; build it with keel trees build")
+        if self.path.exists() and not _may_be_a_cache(self.path):
+            raise KeelError(f"{self.path} is there and is no cache of trees; name another file")
         with self._reporting():
             if not read_only:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +139,8 @@ class TreeCache:
                 connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?)", rows)
                 connection.execute("COMMIT")
             except BaseException:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:  # a full disk has ended it
+                    connection.execute("ROLLBACK")
                 raise
 
     def makings(self) -> list[Making]:
@@ -146,10 +165,14 @@ class TreeCache:
     def _connection(self) -> sqlite3.Connection:
         process, connection = getattr(self._local, "connection", (0, None))
         if connection is None or process != os.getpid():
-            where = f"{self.path.absolute().as_uri()}?mode={'ro' if self.read_only else 'rwc'}"
+            mode = "ro" if self.read_only else "rwc"
+            # A reader of a WAL writes beside the file. Where it may not, nobody writes who could change what is read.
+            if self.read_only and not os.access(self.path.parent, os.W_OK) and not _beside(self.path, "-wal").exists():
+                mode = "ro&immutable=1"
+            where = f"{self.path.absolute().as_uri()}?mode={mode}"
             connection = sqlite3.connect(where, uri=True, timeout=_WAIT_SECONDS, isolation_level=None)
             if not self.read_only:
-                connection.execute("PRAGMA journal_mode = WAL")
+                _write_ahead(connection)
                 connection.execute("PRAGMA synchronous = NORMAL")
             self._local.connection = os.getpid(), connection
         return connection
@@ -159,9 +182,13 @@ class TreeCache:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise KeelError(
-                f"the cache of trees {self.path} cannot be used ({error}); if it is damaged, delete it and build it again"
-            ) from error
+            # SQLite's own class for a full disk, a lock or a missing right; what is left is a damaged file.
+            to_do = (
+                "see to that and start again"
+                if isinstance(error, OSError | sqlite3.OperationalError)
+                else "it is damaged: delete it and build it again"
+            )
+            raise KeelError(f"the cache of trees {self.path} cannot be used ({error}); {to_do}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "read_only": self.read_only}
@@ -171,6 +198,32 @@ class TreeCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         return TreeCache(self.path, self.read_only)
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Set a file to WAL mode, once. SQLite does not wait for the lock that this takes: two that open a new file at once would fail."""
+    until = time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+def _may_be_a_cache(path: Path) -> bool:
+    """Return whether a path is a file of SQLite's, or an empty one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) in (b"", _MAGIC)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def encode(key: bytes, chunks: Chunks) -> bytes:
@@ -208,14 +261,17 @@ class CacheLookup:
 
     def missing(self, ids: Sequence[int]) -> str:
         """Say that there is no row of these tokens, and which command makes it."""
-        source, of_prompts = self.making.source.removeprefix(FIELDS_OF), self.making.source.startswith(FIELDS_OF)
-        scope = "" if self.making.scope == "sentence" else f" --scope {self.making.scope}"
+        making = self.making
+        source, of_prompts = making.source.removeprefix(FIELDS_OF), making.source.startswith(FIELDS_OF)
         shown = ", ".join(map(str, list(ids)[:6])) + (", …" if len(ids) > 6 else "")
+        scope = "" if making.scope == "sentence" else f" --scope {making.scope}"
         what = "PROMPTS.jsonl --prompts" if of_prompts else "TEXT"
-        return (
-            f"the cache of trees {self.cache.path} has none for {len(ids)} tokens ({shown}); build it: keel trees build {what} "
-            f"--source {source} --tokenizer TOKENIZER{scope} --out {self.cache.path}"
+        how = (
+            f"build it: keel trees build {what} --source {source} --tokenizer TOKENIZER{scope} --out {self.cache.path}"
+            if making.max_chunks == MAX_CHUNKS and source.partition(":")[0] not in CORRUPTIONS
+            else f"build it in Python, as the others were: source {source}, scope {making.scope}, max_chunks {making.max_chunks}"
         )
+        return f"the cache of trees {self.cache.path} has none for {len(ids)} tokens ({shown}); {how}"
 
 
 def _open_cache(path: str, scope: Scope) -> Lookup:

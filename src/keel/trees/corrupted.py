@@ -61,9 +61,7 @@ def corrupted(tree: Tree, kind: Corruption, seed: str) -> Tree:
         _shuffle(root, chance)
     else:
         root = _drawn(len(words), len(tree.spans) - len(words), chance)
-    spans: list[Span] = []
-    _lay_out(root, 0, iter(words), spans)
-    return Tree(tuple(spans))
+    return Tree(tuple(_lay_out(root, iter(words))))
 
 
 def _nodes(tree: Tree) -> _Node:
@@ -77,18 +75,22 @@ def _nodes(tree: Tree) -> _Node:
     return path[0]
 
 
-def _shuffle(node: _Node, chance: random.Random) -> None:
-    sizes = [_size(child) for child in node.children]
-    before = list(sizes)
-    while len(set(sizes)) > 1 and before == sizes:  # an order that leaves every span where it was is none
-        chance.shuffle(node.children)
-        sizes = [_size(child) for child in node.children]
-    for child in node.children:
-        _shuffle(child, chance)
-
-
-def _size(node: _Node) -> int:
-    return sum(map(_size, node.children)) if node.children else 1
+def _shuffle(root: _Node, chance: random.Random) -> None:
+    """Put the children of every node into another order; no recursion, since a sum of code is as deep as it is long."""
+    order = [root]
+    for node in order:
+        order += node.children
+    size: dict[int, int] = {}
+    for node in reversed(order):
+        size[id(node)] = sum(size[id(child)] for child in node.children) or 1
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        before = sizes = [size[id(child)] for child in node.children]
+        while len(set(sizes)) > 1 and before == sizes:  # an order that leaves every span where it was is none
+            chance.shuffle(node.children)
+            sizes = [size[id(child)] for child in node.children]
+        waiting += reversed(node.children)
 
 
 def _drawn(num_words: int, num_inner: int, chance: random.Random) -> _Node:
@@ -113,13 +115,19 @@ def _drawn(num_words: int, num_inner: int, chance: random.Random) -> _Node:
     return root
 
 
-def _lay_out(node: _Node, depth: int, words: Iterator[Span], spans: list[Span]) -> None:
-    """Add the spans of a node and what is below it, in preorder."""
-    index = len(spans)
-    if not node.children:
-        spans.append(next(words)._replace(depth=depth))
-        return
-    spans.append(Span(0, 0, depth, node.label))
-    for child in node.children:
-        _lay_out(child, depth + 1, words, spans)
-    spans[index] = spans[index]._replace(start=spans[index + 1].start, end=spans[-1].end)
+def _lay_out(root: _Node, words: Iterator[Span]) -> list[Span]:
+    """Return the spans of a tree in preorder, its leaves the words from left to right."""
+    spans: list[Span] = []
+    waiting: list[tuple[_Node, int]] = [(root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        spans.append(Span(0, 0, depth, node.label) if node.children else next(words)._replace(depth=depth))
+        waiting += [(child, depth + 1) for child in reversed(node.children)]
+    # A node ends with the last of its leaves: from behind, the latest span of each depth is the first child of the one above.
+    ends: dict[int, int] = {}
+    for index in range(len(spans) - 1, -1, -1):
+        span = spans[index]
+        if index + 1 < len(spans) and spans[index + 1].depth > span.depth:
+            span = spans[index] = span._replace(start=spans[index + 1].start, end=ends.pop(span.depth + 1))
+        ends.setdefault(span.depth, span.end)
+    return spans

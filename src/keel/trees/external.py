@@ -125,4 +125,12 @@ def placed(tree: Any, places: Sequence[Place]) -> Tree | None:
     cleaned = clean(tree)
     if cleaned is None or isinstance(cleaned[0], str):
         return None
-    return to_tree(cleaned, list(places))
+    # Of two words in one letter (Portuguese "à", a + a) the second has none left, and no place in a tree of characters.
+    for position, (start, end) in reversed(list(zip(cleaned.treepositions("leaves"), places, strict=True))):
+        if start == end:
+            while position and len(cleaned[position[:-1]]) == 1:
+                position = position[:-1]
+            if not position:
+                return None
+            del cleaned[position]
+    return to_tree(cleaned, [place for place in places if place[0] < place[1]])

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from keel.errors import KeelError
 from keel.trees.align import MAX_CHUNKS, Nodes, TokenSpans, parsed_prefixes, prefix_chunks, sentence_chunks, token_spans
-from keel.trees.cache import FIELDS_OF, Making, TreeCache, encode, tokenizer_fingerprint
-from keel.trees.chunks import Chunks, Scope, collate, joined
+from keel.trees.cache import FIELDS_OF, Making, TreeCache, encode, plain_tokenizer, tokenizer_fingerprint
+from keel.trees.chunks import ARRAYS, Chunks, Scope, collate, joined
 from keel.trees.sources import TreeSource
 from keel.trees.together import ParsedTogether, beginnings
 
@@ -113,7 +113,8 @@ class Row:
     Attributes:
         ids: the start token, the prompt, the continuation.
         num_prompt: tokens of the start and the prompt.
-        chunks: of the whole row; None where no trees are wanted. Those of the prompt do not depend on the continuation.
+        chunks: of the whole row; None where no trees are wanted. In scope ``sentence`` those of the prompt may depend on the
+            continuation, where a prompt ends in the midst of a field that is parsed: see ``continues``.
         updated: whether a tree stream may write to each token; None where it may to all.
     """
 
@@ -121,6 +122,28 @@ class Row:
     num_prompt: int
     chunks: Chunks | None
     updated: tuple[bool, ...] | None
+
+
+def continues(row: Row, prompt: Row) -> bool:
+    """Return whether the prompt's tokens have the same chunks and mask in a row as in the prompt's own row."""
+    behind = prompt.num_prompt
+    return (
+        row.ids[:behind] == prompt.ids
+        and (row.updated or (True,) * behind)[:behind] == (prompt.updated or (True,) * behind)
+        and _visible(row.chunks, behind) == _visible(prompt.chunks, behind)
+    )
+
+
+def _visible(chunks: Chunks | None, behind: int) -> list[tuple[int, ...]]:
+    """Return what the tokens before ``behind`` see of chunks, in one order."""
+    if chunks is None:
+        return []
+    columns = [getattr(chunks, name).copy() for name in ARRAYS]
+    ends = [index for index, name in enumerate(ARRAYS) if name in ("last", "top_last")]
+    for index in ends:
+        columns[index] = np.minimum(columns[index], behind - 1)
+    seen = columns[ARRAYS.index("first")] < behind
+    return sorted(zip(*(column[seen].tolist() for column in columns), strict=True))
 
 
 def row_inputs(
@@ -174,13 +197,17 @@ class FieldReader:
         cache: TreeCache | None = None,
         masked: bool = True,
     ) -> None:
-        self.tokenizer, self.start = Tokenizer.from_str(tokenizer), start
+        self.tokenizer, self.start = plain_tokenizer(tokenizer), start
         self.source, self.scope, self.max_chunks, self.cache, self.masked = source, scope, max_chunks, cache, masked
         self._known: dict[bytes, Chunks] = {}
         self._before: tuple[str, Encoding] = "", self.tokenizer.encode("", add_special_tokens=False)
         name, version = ("", "") if source is None else (f"{FIELDS_OF}{source.name}", source.version)
         self.making = Making(
-            tokenizer=tokenizer_fingerprint(tokenizer), source=name, version=version, scope=scope, max_chunks=max_chunks
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            source=name,
+            version=version,
+            scope=scope,
+            max_chunks=max_chunks,
         )
 
     def read(self, prompt: str, continuation: str = "", *, with_trees: bool = True) -> Row:
@@ -262,7 +289,9 @@ class FieldReader:
         parts = []
         for field in self._parsed_fields(tokens):
             chunks = self._of_field(field).shifted(field.first)
-            parts.append(_seen_from(chunks, field.hidden) if self.scope == "prefix" else chunks)
+            if self.scope == "prefix":
+                chunks = _seen_within(chunks, field.hidden, len(tokens.ids))
+            parts.append(chunks)
         return joined(parts, self.scope)
 
     def _undecided(self, tokens: _Tokens, field: Field, first: int, behind: int) -> int:
@@ -351,12 +380,15 @@ def _token_bounds(fields: list[Field], spans: TokenSpans) -> list[tuple[int, int
     return bounds
 
 
-def _seen_from(chunks: Chunks, token: int) -> Chunks:
-    """Return the same chunks, seen by no token before this one."""
-    first, top_first = np.maximum(chunks.first, token), np.maximum(chunks.top_first, token)
-    return Chunks(
-        chunks.left, chunks.right, chunks.height, first, chunks.last, top_first, chunks.top_last, chunks.scope
-    )
+def _seen_within(chunks: Chunks, first: int, behind: int) -> Chunks:
+    """Return those chunks that some token before ``behind`` sees, seen by none before ``first``.
+
+    What is seen later only is not known at the row's end: whether its last field goes on is not certain.
+    """
+    arrays = {name: getattr(chunks, name) for name in ARRAYS}
+    arrays |= {name: np.maximum(arrays[name], first) for name in ("first", "top_first")}
+    known = arrays["first"] < behind
+    return Chunks(**{name: array[known] for name, array in arrays.items()}, scope=chunks.scope)
 
 
 def _digits(text: str) -> tuple[int, int]:

@@ -51,6 +51,8 @@ class BracketedSource:
     def __init__(self, path: str | Path) -> None:
         self.name = f"bracketed:{path}"
         self.trees = read_brackets(path)
+        if not self.trees:
+            raise KeelError(f"{self.name} has no tree; expected brackets as in a Penn Treebank file")
         self.version = hashlib.sha256(repr([str(tree) for tree in self.trees]).encode()).hexdigest()[:16]
         self._found = {_letters("".join(tree.leaves())): tree for tree in self.trees}
 
@@ -177,7 +179,7 @@ _KINDS: dict[str, Any] = {
 
 
 def open_source(name: str) -> TreeSource:
-    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE``, ``treesitter:LANGUAGE``, ``branching:right``,
+    """Return the source that a name means: ``bracketed:FILE``, ``keel:FILE``, ``treesitter:LANGUAGE``, ``branching:SHAPE``,
     ``stanza:LANGUAGE`` or ``benepar:MODEL``.
 
     Raises: KeelError for an unknown kind, file or language, or a missing optional package.
