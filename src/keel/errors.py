@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -26,6 +27,17 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}valid: {', '.join(choices)}"
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put the path of a section in front of what its component says about its values."""
+    try:
+        yield
+    except KeelError as error:
+        raise KeelError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+    except TypeError as error:
+        raise KeelError(f"{where}: a value of the wrong type ({error})") from error
 
 
 def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Config:

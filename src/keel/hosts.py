@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from keel.errors import KeelError, suggest
 
@@ -111,9 +111,8 @@ def host_family(host: nn.Module) -> HostFamily:
     return family
 
 
-def host_shape(host: PreTrainedModel) -> HostShape:
-    """Return the sizes of ``host`` that streams need."""
-    config = host.config
+def host_shape(config: PreTrainedConfig) -> HostShape:
+    """Return the sizes of a host with this configuration that streams need."""
     return HostShape(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,

@@ -134,3 +134,19 @@ def test_a_run_keeps_the_precision_of_the_machine_that_it_was_begun_on(
         trained = load_recipe(tmp_path / "recipe.yaml").phases_of("rope")
         assert {phase.precision for phase in trained} == {"bf16"}
     assert found["bf16"] == found["fp32"] and found["bf16"].endswith(", bf16")
+
+
+def test_what_is_asked_may_not_change_where_it_is_left_out_of_what_is_learnt(tmp_path: Path) -> None:
+    """Else a run that was begun without MMLU's test would be measured on questions that it has learnt: MMLU's splits share some."""
+    recipe = load_recipe("gtca/main", "small")
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    runner._check_folder(recipe, tmp_path, resume=True)
+    asked = recipe.evaluation.mmlu
+    assert asked is not None
+    other = asked.model_copy(update={"source": "data:mmlu/dev.jsonl"})
+    for change in (other, None):
+        evaluation = recipe.evaluation.model_copy(update={"mmlu": change})
+        with pytest.raises(KeelError, match=r"begun with evaluation\.mmlu\.source = 'data:mmlu/test"):
+            runner._check_folder(recipe.model_copy(update={"evaluation": evaluation}), tmp_path, resume=True)
+    fewer = recipe.evaluation.model_copy(update={"mmlu": asked.model_copy(update={"count": 3}), "cola": None})
+    runner._check_folder(recipe.model_copy(update={"evaluation": fewer}), tmp_path, resume=True)

@@ -169,7 +169,7 @@ def test_the_fingerprint_of_a_large_weight_is_a_sample_that_sees_its_shape() -> 
 def test_every_site_has_its_module(name: str) -> None:
     host = _host(name)
     family = host_family(host)
-    assert host_shape(host).hidden_size == 16 and host_shape(host).num_layers == 2
+    assert host_shape(host.config).hidden_size == 16 and host_shape(host.config).num_layers == 2
     found = set()
     for site in SITES[1:]:
         for layer in (0, 1) if site in LAYER_SITES else (-1,):

@@ -16,6 +16,7 @@ from keel.experiment.selection import (
     tree_coefficients,
 )
 from keel.training import load_recipe
+from keel.training.tree_sections import Adapters
 
 GRID = {"none": 0.0, "l005": 0.05, "l010": 0.1, "l015": 0.15, "l020": 0.2}
 
@@ -95,3 +96,12 @@ def test_arms_that_differ_in_more_are_no_grid() -> None:
     recipe = load_recipe("gtca/coefficient", "small")
     changed = recipe.arms["l020"].model_copy(update={"streams": {"tree": {"coefficient": 0.2, "gate": "none"}}})
     assert tree_coefficients(recipe.model_copy(update={"arms": {**recipe.arms, "l020": changed}})) == {}
+    for other in (
+        recipe.arms["none"].model_copy(update={"phases": None}),
+        recipe.arms["none"].model_copy(
+            update={"phases": [recipe.arms["none"].phases[0].model_copy(update={"steps": 9})]}
+        ),  # type: ignore[index]
+        recipe.arms["none"].model_copy(update={"adapters": Adapters(rank=2)}),
+    ):
+        found = tree_coefficients(recipe.model_copy(update={"arms": {**recipe.arms, "none": other}}))
+        assert found == (GRID if other.phases is None else {})

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from keel.data import SlidingWindows, TokenCorpus, evaluation_segments
 from keel.errors import KeelError, suggest
 from keel.evaluation.results import Results, write_results
+from keel.experiment.before import check_before
 from keel.experiment.collect import collect, git_commit
 from keel.experiment.display import Display
 from keel.experiment.measure import is_measured
@@ -84,6 +85,7 @@ def run_experiment(
     recipe = recipe.in_precision(precision)
     units = _units(recipe, only)
     _check_folder(recipe, out, resume)
+    check_before(recipe)
     if _world_size() > 1:  # the processes must have looked at the folder before the first of them writes there
         PartialState(cpu=device == "cpu", timeout=datetime.timedelta(days=1))
         torch.distributed.barrier()
@@ -144,12 +146,20 @@ def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
     if not resume:
         raise KeelError(f"{out} already holds a run; go on with --resume, or choose another folder with --out")
     earlier = load_recipe(path)
-    changed = _difference(_kept(earlier.model_dump(mode="json")), _kept(recipe.model_dump(mode="json")), ())
+    changed = _difference(_settled(earlier), _settled(recipe), ())
     if changed is not None:
         where, before, now = changed
         raise KeelError(
             f"{out} was begun with {where} = {before!r}, now it is {now!r}; resume as begun, or choose another --out"
         )
+
+
+def _settled(recipe: Recipe) -> dict[str, Any]:
+    """Return what may not change once a run is begun."""
+    questions, asked = recipe.data.questions, recipe.evaluation.mmlu
+    # What is asked later is left out of what is learnt (``training_questions``): with others asked, the arms would have learnt some.
+    held = asked.source if asked is not None and questions is not None and questions.mmlu is not None else None
+    return {**_kept(recipe.model_dump(mode="json")), "evaluation.mmlu.source": held}
 
 
 def _kept(value: Any) -> Any:

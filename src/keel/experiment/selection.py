@@ -1,7 +1,8 @@
 """What each value of a setting gives: a panel a quantity, and the choice of a tree stream's coefficient (GTCA App. C).
 
 The paper chooses lambda by "a retention-aware criterion" that it does not print. Ours: among the values that lose decidedly in none
-of the benchmarks of general ability, against the same training without trees, the one with the most minimal pairs right.
+of the benchmarks of general ability, against the same adapters trained for as many steps without trees, the one with the most minimal
+pairs right.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Spread(NamedTuple):
 def tree_coefficients(recipe: Recipe) -> dict[str, float]:
     """Return the arms that differ in the coefficient of their tree stream alone, by ascending coefficient.
 
-    An arm with the same host, adapters and phases and no stream at all is there at 0. Fewer than two values are no grid.
+    An arm with the same host and adapters, as many steps and no stream at all is there at 0. Fewer than two values are no grid.
     """
     found: dict[str, float] = {}
-    kinds = set()
+    kinds, common = set(), set()
     for name, arm in recipe.arms.items():
         streams = list(arm.stream_configs().values())
         if arm.host_of is None or arm.adapters is None or len(streams) > 1:
@@ -53,9 +54,11 @@ def tree_coefficients(recipe: Recipe) -> dict[str, float]:
         if streams and (streams[0]["type"] != TreeStream.type_name or "coefficient" not in streams[0]):
             continue
         found[name] = float(streams[0]["coefficient"]) if streams else 0.0
+        phases = recipe.phases_of(name)
+        common.add(str((arm.host_of, arm.adapters, sum(phase.steps for phase in phases))))
         if streams:
-            kinds.add(str(({**streams[0], "coefficient": None}, arm.trees)))
-    alike = len(kinds) == 1 and len(set(found.values())) == len(found)
+            kinds.add(str(({**streams[0], "coefficient": None}, arm.trees, phases)))
+    alike = len(kinds) == len(common) == 1 and len(set(found.values())) == len(found)
     return dict(sorted(found.items(), key=lambda pair: pair[1])) if alike and len(found) > 1 else {}
 
 
@@ -105,7 +108,7 @@ def coefficient_pictures(
         if any(metric in arms[arm].metrics for arm in coefficients)
     }
     caption = (
-        "Means and 95 % intervals on items that are kept for choosing; 0 is the same training without trees. "
+        "Means and 95 % intervals on items that are kept for choosing; 0 is adapters alone, trained for as many steps. "
         f"{_said(choice, coefficients)} GTCA App. C, Table 8."
     )
     title = "What each coefficient of the tree stream gives"

@@ -80,7 +80,7 @@ class KeelForCausalLM(PreTrainedModel, GenerationMixin):
                 name: stream_from_config(fields, f"streams.{name}") for name, fields in (config.streams or {}).items()
             }
         for stream in streams.values():
-            stream.build(host_shape(host))
+            stream.build(host_shape(host.config))
         self.streams = nn.ModuleDict(dict(streams))
         self.generation_config = host.generation_config
         self._wire(dict(streams))

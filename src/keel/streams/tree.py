@@ -413,18 +413,18 @@ def _kept(state: State, seen_B: Tensor) -> ChunkMemory:
 
 def _row_by_row(goes_on: list[bool], kept: ChunkMemory, made: ChunkMemory) -> ChunkMemory:
     """Return the memory of rows that go on as it was kept, and of all others as it was made."""
-    places, chosen = max(kept.first_BRP.shape[2], made.first_BRP.shape[2]), {}
-    for name in _MEMORY:
-        pair = [getattr(memory, name) for memory in (kept, made)]
-        wide = [
-            F.pad(
-                part, (0, 0) * (part.dim() - 3) + (0, places - part.shape[2]), value=-1.0 if name == "last_BRP" else 0.0
-            )
-            for part in pair
-        ]
-        goes_on_B = torch.tensor(goes_on, device=wide[0].device)
-        chosen[name] = torch.where(goes_on_B.view(-1, *[1] * (wide[0].dim() - 1)), *wide)
-    return ChunkMemory(**chosen)
+    places = max(kept.first_BRP.shape[2], made.first_BRP.shape[2])
+    goes_on_B = torch.tensor(goes_on, device=made.first_BRP.device)
+
+    def chosen(name: str) -> Tensor:
+        fill = -1.0 if name == "last_BRP" else 0.0
+        one, other = (
+            F.pad(part, (0, 0) * (part.dim() - 3) + (0, places - part.shape[2]), value=fill)
+            for part in (getattr(kept, name), getattr(made, name))
+        )
+        return torch.where(goes_on_B.view(-1, *[1] * (one.dim() - 1)), one, other)
+
+    return ChunkMemory(**{name: chosen(name) for name in _MEMORY})
 
 
 def _may_look(tensor: Tensor) -> bool:

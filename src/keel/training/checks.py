@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 from keel.data.corpora import CorpusConfig
 from keel.data.disruptions import DisruptionConfig
 from keel.data.languages import LANGUAGES
-from keel.errors import KeelError, build_config, suggest
+from keel.errors import KeelError, build_config, naming, suggest
 from keel.hosts import FAMILIES
 from keel.positions import Positions
 from keel.streams import STREAMS
@@ -108,7 +107,7 @@ def _check_data(recipe: Recipe) -> None:
     for where, fields in corpora.items():
         if fields is not None:
             _refuse_unknown(CorpusConfig, fields, where)
-            with _naming(where):
+            with naming(where):
                 build_config(CorpusConfig, fields, where)
     on_text = ("extrapolation", "last_word", "blocks", "geometry", "span", "robustness", "support", "selective")
     needs = dict.fromkeys(
@@ -130,7 +129,7 @@ def _check_data(recipe: Recipe) -> None:
     if recipe.evaluation.signals is not None:
         given = recipe.evaluation.signals.disruptions
         _refuse_unknown(DisruptionConfig, given, "evaluation.signals.disruptions")
-        with _naming("evaluation.signals.disruptions"):
+        with naming("evaluation.signals.disruptions"):
             build_config(DisruptionConfig, given, "evaluation.signals.disruptions")
     if recipe.data.task is not None:
         _check_task(recipe.data.task)
@@ -140,7 +139,7 @@ def _check_task(task: Task) -> None:
     if task.language not in LANGUAGES:
         raise KeelError(f"data.task.language: unknown {task.language!r}; {suggest(task.language, LANGUAGES)}")
     _refuse_unknown(LANGUAGES[task.language], task.options, "data.task.options")
-    with _naming("data.task.options"):
+    with naming("data.task.options"):
         build_config(LANGUAGES[task.language], task.options, "data.task.options")
 
 
@@ -200,7 +199,7 @@ def _check_encoder(recipe: Recipe) -> None:
         given = [field for field in ("streams", "positions", "weights_of") if getattr(arm, field)]
         if given:
             raise KeelError(f"arms.{name}.{given[0]}: an encoder has none; say what differs in arms.{name}.host")
-        with _naming(f"arms.{name}.host"):
+        with naming(f"arms.{name}.host"):
             config = recipe.host_config(name)
         assert config is not None
         for phase in recipe.phases_of(name):
@@ -262,7 +261,7 @@ def _check_dynamics(recipe: Recipe, phase: Phase, where: str) -> None:
         if name not in LOSSES:
             raise KeelError(f"{at}.losses: unknown {name!r}; {suggest(name, LOSSES)}")
     _refuse_unknown(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
-    with _naming(f"{at}.disruptions"):
+    with naming(f"{at}.disruptions"):
         build_config(DisruptionConfig, wanted.disruptions, f"{at}.disruptions")
     if not wanted.base and not any(wanted.losses.values()):
         raise KeelError(f"{at}: base is 0 and there are no losses; nothing would be learnt")
@@ -328,7 +327,7 @@ def _check_stream(where: str, fields: Mapping[str, Any]) -> None:
         raise KeelError(f"{where}.type: unknown stream {kind!r}; {suggest(str(kind), STREAMS)}")
     given = {name: value for name, value in fields.items() if name != "type"}
     _refuse_unknown(STREAMS[kind].config_class, given, where)
-    with _naming(where):
+    with naming(where):
         build_config(STREAMS[kind].config_class, given, where)
 
 
@@ -342,7 +341,7 @@ def _check_positions(recipe: Recipe, name: str) -> None:
     where = f"arms.{name}.positions"
     _refuse_unknown(Positions, given, where)
     if arm.weights_of in (None, *recipe.arms):
-        with _naming(where):
+        with naming(where):
             recipe.positions_at(name, recipe.train_window(name))
 
 
@@ -385,14 +384,3 @@ def _refuse_unknown(config_class: type, given: Mapping[str, Any], where: str) ->
     for field in given:
         if field not in known:
             raise KeelError(f"{where}.{field}: unknown field; {suggest(field, known)}")
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Put the path of a section in front of what its component says about its values."""
-    try:
-        yield
-    except KeelError as error:
-        raise KeelError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
-    except TypeError as error:
-        raise KeelError(f"{where}: a value of the wrong type ({error})") from error

@@ -21,8 +21,8 @@ Under strict causality (scope ``prefix``) more ids may add chunks and say until 
 
 
 def _fixed(width: str, scope: Scope) -> Lookup:
-    if not width.isdigit():
-        raise KeelError(f"lookup 'fixed:{width}': expected a number of tokens, as in fixed:4")
+    if not width.isdigit() or int(width) < 2:
+        raise KeelError(f"lookup 'fixed:{width}': expected a number of tokens of at least 2, as in fixed:4")
     return lambda ids: fixed_chunks(len(ids), int(width), scope)
 
 

@@ -184,9 +184,21 @@ def open_source(name: str) -> TreeSource:
 
     Raises: KeelError for an unknown kind, file or language, or a missing optional package.
     """
+    kind, rest = _parted(name)
+    source: TreeSource = _KINDS[kind](rest)
+    return source
+
+
+def check_source(name: str) -> None:
+    """Do what takes no time of ``open_source``.  Raises: KeelError for an unknown kind, or a file that is not there."""
+    kind, rest = _parted(name)
+    if kind in ("bracketed", "keel") and not Path(rest).is_file():
+        raise KeelError(f"{name}: there is no file {rest}; give one")
+
+
+def _parted(name: str) -> tuple[str, str]:
     kind, separator, rest = name.partition(":")
     if kind not in _KINDS or not separator or not rest:
         kinds = suggest(kind, [f"{known}:…" for known in _KINDS])
         raise KeelError(f"no source of trees is called {name!r}; {kinds}")
-    source: TreeSource = _KINDS[kind](rest)
-    return source
+    return kind, rest
