@@ -22,10 +22,10 @@ from keel.evaluation.minimal_pairs import MinimalPair, minimal_pairs, read_pairs
 from keel.evaluation.multiple_choice import best, multiple_choice, requests_of
 from keel.evaluation.options import Request, option_scores, reference_scores
 from keel.evaluation.statistics import Bootstrap
-from keel.trees import Span, Tree, TreeCache
+from keel.trees import BuildPlan, Span, Tree, TreeCache, build, sources
 from keel.trees.chunks import ARRAYS
 from keel.trees.corrupted import CORRUPTIONS, CorruptedSource
-from keel.trees.fields import FieldReader, could_be_label, read_fields, reader_of, row_inputs
+from keel.trees.fields import FieldReader, could_be_label, read_fields, reader_of, row_inputs, start_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tree_support"))
 
@@ -128,6 +128,24 @@ def test_a_prompt_read_once_gives_what_every_option_alone_gives(kind: str, budge
         with model.disable_streams():
             bare = option_scores(model, _reader("bare"), [*REQUESTS, *MIDWAY])
         assert max(abs(a - b) for x, y in zip(found, bare, strict=True) for a, b in zip(x, y, strict=True)) > 1e-3
+
+
+def test_trees_that_are_looked_up_give_what_every_option_alone_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sources._KINDS, "made", lambda rest: cases.MadeUpSource())
+    backend, requests = TOKENIZER.backend_tokenizer.to_str(), [*REQUESTS, *MIDWAY]
+    plan = BuildPlan(cache=tmp_path / "trees", source="made:up", tokenizer=backend, start=start_of(TOKENIZER))
+    build([(one.prompt, option) for one in requests for option in ("", *one.options)], plan)
+    model, reader = cases.model(len(TOKENIZER), lookup=f"cache:{plan.cache}"), _reader("bare")
+    given = cases.model(len(TOKENIZER), **KINDS["sentence"])
+    found = option_scores(model, reader, requests)
+    for expected in (
+        reference_scores(model, reader, requests),
+        option_scores(given, _reader("sentence"), requests),
+    ):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-9)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "The old man by the river", "Sentence: The old man thinks."])

@@ -21,8 +21,9 @@ from torch import Tensor
 from keel.evaluation.scoring import evaluating
 from keel.model import KeelForCausalLM
 from keel.ops.padding import rows_of_length
-from keel.trees.chunks import joined
-from keel.trees.fields import FieldReader, Row, continues, padded_left, row_inputs
+from keel.streams import TreeStream
+from keel.trees.fields import FieldReader, Row, continues, padded_left, row_inputs, visible_before
+from keel.trees.lookup import Lookup, open_lookup
 
 _READ_AT_ONCE = 128  # requests
 _PASS_TOKENS = 128  # a pass of its own costs a small host as much as so many tokens more, on a processor
@@ -43,15 +44,11 @@ class Scored(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A request as rows: of the prompt alone, and with each option behind it; an option begins at token ``begin`` of its row.
-
-    The prompt is what the rows share: no more than the start token where the trees of a prompt are others with an option behind it.
-    """
+    """A request as rows: of the prompt alone, and with each option behind it."""
 
     number: int
     alone: Row
     rows: list[Row]
-    begin: int
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -92,14 +89,23 @@ def scored_options(
         token_budget: most tokens in one forward pass, or one request.
         progress: called with the number of finished requests.
     """
-    prompts = sorted(_read(reader, requests), key=lambda one: one.cost)
+    prompts, lookup = sorted(_read(reader, requests), key=lambda one: one.cost), _lookup_of(model)
+    shared: list[_Prompt] = []
+    apart: list[_Prompt] = []
+    for one in prompts:
+        (shared if all(_continues(row, one.alone, lookup) for row in one.rows) else apart).append(one)
     scores: list[list[Scored]] = [[] for _ in requests]
     done = 0
     with evaluating(model):
-        for batch in _batches(prompts, token_budget):
+        for batch in _batches(shared, token_budget):
             for prompt, found in zip(batch, _score(model, batch, device), strict=True):
                 scores[prompt.number] = found
             done += len(batch)
+            if progress is not None:
+                progress(done)
+        for prompt in apart:
+            scores[prompt.number] = _score_whole(model, prompt, token_budget, device)
+            done += 1
             if progress is not None:
                 progress(done)
     return scores
@@ -111,18 +117,25 @@ def _read(reader: FieldReader, requests: Sequence[Request]) -> Iterator[_Prompt]
         some = requests[begin : begin + _READ_AT_ONCE]
         rows = iter(reader.read_all([(one.prompt, option) for one in some for option in ("", *one.options)]))
         for number, request in enumerate(some, begin):
-            alone, behind = next(rows), [next(rows) for _ in request.options]
-            begin = alone.num_prompt
-            if not all(continues(row, alone) for row in behind):
-                behind = [dataclasses.replace(row, num_prompt=1) for row in behind]
-                alone = _start_of(alone)
-            yield _Prompt(number, alone, behind, begin)
+            yield _Prompt(number, next(rows), [next(rows) for _ in request.options])
 
 
-def _start_of(row: Row) -> Row:
-    """Return the row of the start token alone, which is in no field: it sees no chunk and is updated."""
-    chunks = None if row.chunks is None else joined([], row.chunks.scope)
-    return Row(ids=row.ids[:1], num_prompt=1, chunks=chunks, updated=None)
+def _lookup_of(model: KeelForCausalLM) -> Lookup | None:
+    """Return what finds the trees of rows that have none with them."""
+    configs = [stream.config for stream in model.wires.streams.values() if isinstance(stream, TreeStream)]
+    named = [(config.lookup, config.tree_scope) for config in configs if config.lookup is not None]
+    return open_lookup(*named[0]) if named else None
+
+
+def _continues(row: Row, prompt: Row, lookup: Lookup | None) -> bool:
+    """Return whether an option that goes on from its prompt's cache sees what it sees in a pass of its own."""
+    if lookup is None or row.chunks is not None:
+        return continues(row, prompt)
+    row, prompt = (dataclasses.replace(one, chunks=lookup(one.ids)) for one in (row, prompt))
+    # Its last token is not read, so that another text is looked up, or none is found and the prompt's chunks are read on.
+    found, behind = lookup(row.ids[:-1]), len(row.ids) - 1
+    read_on = visible_before(prompt.chunks if found is None else found, behind)
+    return continues(row, prompt) and read_on == visible_before(row.chunks, behind)
 
 
 def _batches(prompts: Sequence[_Prompt], token_budget: int) -> Iterator[list[_Prompt]]:
@@ -168,10 +181,32 @@ def _score(model: KeelForCausalLM, batch: list[_Prompt], device: torch.device | 
             logs[n] = torch.cat([logs[n], behind_CV[: len(options[n].ids) - options[n].num_prompt - 1]])
     found: list[list[Scored]] = [[] for _ in batch]
     for owner, row, logs_CV in zip(owners, options, logs, strict=True):
-        begin = batch[owner].begin
-        ids_C, logs_CV = torch.tensor(row.ids[begin:], device=device), logs_CV[begin - row.num_prompt :]
-        scores_C = logs_CV.gather(-1, ids_C.unsqueeze(-1)).squeeze(-1)
-        found[owner].append(Scored(float(scores_C.double().sum()), bool((logs_CV.argmax(-1) == ids_C).all())))
+        found[owner].append(_scored(row, logs_CV))
+    return found
+
+
+def _scored(row: Row, logs_CV: Tensor) -> Scored:
+    """Score what stands behind the prompt, given the log-probabilities before each of its tokens."""
+    ids_C = torch.tensor(row.ids[row.num_prompt :], device=logs_CV.device)
+    scores_C = logs_CV.gather(-1, ids_C.unsqueeze(-1)).squeeze(-1)
+    return Scored(float(scores_C.double().sum()), bool((logs_CV.argmax(-1) == ids_C).all()))
+
+
+def _score_whole(
+    model: KeelForCausalLM, prompt: _Prompt, token_budget: int, device: torch.device | str
+) -> list[Scored]:
+    """Read the prompt with each of its options anew."""
+    width = max(len(row.ids) for row in prompt.rows)
+    at_once, found = max(1, token_budget // width), []
+    for begin in range(0, len(prompt.rows), at_once):
+        rows = prompt.rows[begin : begin + at_once]
+        ids_NT = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows], device=device)
+        attended_NT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows], device=device)
+        logits_NTV = model(
+            ids_NT, attention_mask=attended_NT, **row_inputs(rows, num_layers(model), device=device)
+        ).logits
+        for row, logits_TV in zip(rows, logits_NTV, strict=True):
+            found.append(_scored(row, logits_TV[row.num_prompt - 1 : len(row.ids) - 1].float().log_softmax(-1)))
     return found
 
 

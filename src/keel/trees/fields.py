@@ -130,11 +130,11 @@ def continues(row: Row, prompt: Row) -> bool:
     return (
         row.ids[:behind] == prompt.ids
         and (row.updated or (True,) * behind)[:behind] == (prompt.updated or (True,) * behind)
-        and _visible(row.chunks, behind) == _visible(prompt.chunks, behind)
+        and visible_before(row.chunks, behind) == visible_before(prompt.chunks, behind)
     )
 
 
-def _visible(chunks: Chunks | None, behind: int) -> list[tuple[int, ...]]:
+def visible_before(chunks: Chunks | None, behind: int) -> list[tuple[int, ...]]:
     """Return what the tokens before ``behind`` see of chunks, in one order."""
     if chunks is None:
         return []
