@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
@@ -61,25 +61,52 @@ def build_config(cls: type[Config], given: Mapping[str, Any], where: str) -> Con
     ]
     if missing:
         raise KeelError(f"{where}: missing field {missing[0]!r}; give it a value")
-    hints = get_type_hints(cls)
-    for name, value in values.items():
-        _check_type(value, hints[name], f"{where}: {name}")
-    return cls(**values)
+    try:
+        config = cls(**values)  # what the class says of its values is said best there
+    except TypeError:
+        _check_types(cls, values, where)
+        raise
+    _check_types(cls, values, where)
+    return config
 
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _check_type(value: Any, hint: Any, where: str) -> None:
-    try:
-        TypeAdapter(hint, config=_STRICT).validate_python(value)
-    except ValidationError as error:
-        # Which of several words is meant the class says itself, better; and a tuple is given where a list would do.
-        wrong = [one for one in error.errors() if one["type"] not in ("literal_error", "list_type")]
-        if wrong:
-            expected = wrong[0]["msg"].removeprefix("Input should be ")
-            raise KeelError(f"{where}={value!r}; expected {expected}") from error
+def _check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise KeelError(f"{where}: {name}={value!r}; expected {_in_words(hints[name])}")
 
 
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of an annotated type: any word for a choice of words, a whole number too for one with a fraction."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return any(type(value) is type(part) for part in parts)
+    if kind in (tuple, list) and isinstance(value, tuple):  # a list is made a tuple of
+        if kind is list or parts[1:] == (...,):
+            return all(_fits(entry, parts[0]) for entry in value)
+        return len(value) == len(parts) and all(_fits(entry, part) for entry, part in zip(value, parts, strict=True))
+    if hint in (int, float):
+        number = isinstance(value, int | hint) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    known = kind or hint
+    return isinstance(value, known) if isinstance(known, type) else True
+
+
+def _in_words(hint: Any) -> str:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, parts)))
+    if kind in (tuple, list):
+        inner = [_in_words(part) for part in parts if part is not ...]
+        return f"a list, each {inner[0]}" if kind is list or ... in parts else f"({', '.join(inner)})"
+    if kind is Literal:
+        return "a word"
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", NoneType: "null"}
+    return words.get(hint, "a mapping")

@@ -50,13 +50,18 @@ def test_an_unknown_field_names_place_field_and_nearest() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"layers": ["a"]}, "stream: layers=('a',); expected a valid integer"),
-        ({"layers": [True]}, "stream: layers=(True,); expected a valid integer"),
-        ({"share": "abc"}, "stream: share='abc'; expected a valid number"),
-        ({"share": True}, "stream: share=True; expected a valid number"),
+        ({"layers": ["a"]}, "stream: layers=('a',); expected a list, each a whole number or null"),
+        ({"layers": [True]}, "stream: layers=(True,); expected a list, each a whole number or null"),
+        ({"share": "abc"}, "stream: share='abc'; expected a finite number"),
+        ({"share": True}, "stream: share=True; expected a finite number"),
         ({"share": math.nan}, "stream: share=nan; expected a finite number"),
         ({"share": math.inf}, "stream: share=inf; expected a finite number"),
-        ({"cell": 3}, "stream: cell=3; expected a valid string"),
+        ({"cell": 3}, "stream: cell=3; expected a text"),
+        ({"way": 3}, "stream: way=3; expected a word"),
+        (
+            {"points": [[0.5, 1]]},
+            "stream: points=((0.5, 1),); expected a finite number or a list, each (a whole number, a finite number)",
+        ),
     ],
 )
 def test_a_value_of_another_type_is_told(given: dict[str, Any], says: str) -> None:

@@ -83,8 +83,12 @@ class Curve(_Model):
     def joined(self) -> Curve:
         """Return the same with the n-th measurement of every seed in one row, at the mean of their x.
 
-        Seeds are measured at the same steps; where texts are read whole, questions say, these are not the same numbers of tokens.
+        Seeds are measured at the same steps; where texts are read whole, questions say, these are not the same numbers of tokens, and
+        nearly every x is one seed's alone. Where they are the same, a value that is not there was not finite, and stays.
         """
+        held = [sum(value is not None for value in row) for row in self.values]
+        if held.count(1) <= sum(count > 1 for count in held):
+            return self
         seeds = [
             [(x, value) for x, value in zip(self.x, column, strict=True) if value is not None]
             for column in zip(*self.values, strict=True)
