@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, close, pad, perturb, tokens
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import keel
 from keel.evaluation.leak import max_logit_change
@@ -122,3 +123,15 @@ def test_a_compiled_model_takes_trees(host_name: str) -> None:
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         close(compiled(ids, use_cache=False, trees=_trees(ids)).logits, model(ids, trees=_trees(ids)).logits)
+
+
+def test_another_number_of_rows_is_not_compiled_anew() -> None:
+    model, counter = perturb(_attached("llama")), CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for rows in range(2, 7):
+            ids = tokens(rows, LENGTH)
+            trees = _trees(tokens(6, LENGTH))  # as many shelves and places for each
+            compiled(ids, use_cache=False, trees={name: tensor[:rows] for name, tensor in trees.items()})
+    assert counter.frame_count <= 2, "once for the first, once for any other number"

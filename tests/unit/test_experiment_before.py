@@ -60,6 +60,16 @@ def test_what_is_not_there_is_named(change: str, message: str, data: Path) -> No
         check_before(recipe)
 
 
+def test_an_arm_has_the_host_that_it_borrows_and_one_of_other_weights_is_looked_at_too(data: Path) -> None:
+    six = "arms.backbone.host={num_hidden_layers: 6}"
+    check_before(load_recipe("gtca/main", "tiny", [six, "arms.gtca.streams.tree.layers=[5]"]))
+    with pytest.raises(KeelError, match="layers of the host, 0 to 5"):
+        check_before(load_recipe("gtca/main", "tiny", [six, "arms.gtca.streams.tree.layers=[6]"]))
+    other = "arms.elsewhere={weights_of: capacity, streams: {tree: {lookup: 'cache:/nowhere.sqlite'}}}"
+    with pytest.raises(KeelError, match=r"^arms.elsewhere.streams.tree: there is no cache of trees at /nowhere.sqlite"):
+        check_before(load_recipe("gtca/main", "tiny", [other]))
+
+
 def test_layers_are_those_of_a_checkpoint(data: Path, tmp_path: Path) -> None:
     LlamaConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2).save_pretrained(tmp_path / "host")
     recipe = load_recipe(

@@ -438,6 +438,9 @@ def test_seeds_that_read_other_numbers_of_tokens_are_joined_by_measurement() -> 
         values=[[None, 4.0, None], [5.0, None, None], [None, None, 3.0], [2.0, None, None], [None, 1.0, None]],
     )
     assert curve.joined() == Curve(x_label="training tokens", x=[100, 200], values=[[5.0, 4.0, 3.0], [2.0, 1.0, None]])
+    for values in ([[1.0], [2.0], [None], [4.0]], [[1.0, 2.0], [1.0, None], [None, None], [3.0, 1.0]]):
+        broken = Curve(x_label="training tokens", x=[1, 2, 3, 4], values=values)
+        assert broken.joined() == broken, "not finite for a while, at x that the seeds share"
     data = two_arms(4.3, 0.06).model_dump(by_alias=True)
     for arm in ("structural", "rope"):
         data["arms"][arm]["curves"] = {"validation perplexity": curve.model_dump()}

@@ -328,6 +328,28 @@ def test_a_row_that_goes_on_keeps_its_memory_beside_one_that_is_found_again(
         assert together[:, row].abs().max() > 1e-3
 
 
+def test_a_document_that_begins_behind_one_that_went_on_unknown_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {(0, 1, 2): _chunks(3, "sentence"), (7, 8, 9): _chunks(3, "sentence", 1)}
+    monkeypatch.setitem(LOOKUPS, "some", lambda name, scope: lambda ids: known.get(tuple(ids)))
+    stream, ids = _stream(lookup="some:"), torch.tensor([[0, 1, 2, 3, 7, 8, 9]])
+    embeddings, hidden = _normal(1, 7, WIDTH, seed=1), [_normal(1, 7, WIDTH, seed=layer) for layer in range(LAYERS)]
+    starts = torch.tensor([[1, 0, 0, 0, 1, 0, 0]]).bool()
+    state: dict[str, Tensor] = {}
+    for begin, end in ((0, 3), (3, 4), (4, 7)):
+        inputs = PassInputs(
+            embeddings_BTD=embeddings[:, begin:end],
+            input_ids_BT=ids[:, begin:end],
+            num_past=begin,
+            document_starts_BT=starts[:, begin:end],
+        )
+        result, added = _write(stream, inputs, [layer[:, begin:end] for layer in hidden], state)
+        state = _after(state, result)
+    alone = PassInputs(embeddings_BTD=embeddings[:, 4:], input_ids_BT=ids[:, 4:])
+    _, expected = _write(stream, alone, [layer[:, 4:] for layer in hidden])
+    torch.testing.assert_close(added, expected, **TOLERANCE)
+    assert expected.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("scope", ["sentence", "prefix"])
 def test_a_chunk_over_a_border_tells_nothing_of_the_document_before(scope: Scope) -> None:
     stream, chunks = _stream(tree_scope=scope, coefficient=0.5), fixed_chunks(8, 2, scope)

@@ -119,6 +119,18 @@ def test_a_new_file_that_another_builder_has_locked_is_waited_for(tmp_path: Path
     other.close()
 
 
+def test_what_is_no_lock_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trees.sqlite"
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE other (x)")
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda where, **how: connect(where.replace("mode=rwc", "mode=ro"), **how))
+    begin = time.monotonic()
+    with pytest.raises(KeelError, match=r"readonly database\); see to that"):
+        TreeCache(path)
+    assert time.monotonic() - begin < 30  # it would be 60
+
+
 def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
     cache = TreeCache(tmp_path / "trees.sqlite")
     connection = cache._connection()
@@ -309,6 +321,8 @@ def test_the_tree_of_a_text_that_was_cut_knows_nothing_of_the_rest(tmp_path: Pat
 def test_a_treebank_has_no_trees_of_beginnings(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="and of no sentence's beginnings"):
         _plan(tmp_path, source="bracketed:x.mrg", scope="prefix")
+    with pytest.raises(KeelError, match=r"with max_tokens=9: a treebank has trees of whole sentences"):
+        _plan(tmp_path, source="bracketed:x.mrg", max_tokens=9)
     with pytest.raises(KeelError, match="at least 1 chunk"):
         _plan(tmp_path, max_chunks=0)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -103,8 +104,9 @@ def scored_options(
             done += len(batch)
             if progress is not None:
                 progress(done)
-        for prompt in apart:
-            scores[prompt.number] = _score_whole(model, prompt, token_budget, device)
+        scores_apart = _score_apart(model, apart, token_budget, device)
+        for prompt, found in zip(apart, scores_apart, strict=True):
+            scores[prompt.number] = found
             done += 1
             if progress is not None:
                 progress(done)
@@ -192,22 +194,46 @@ def _scored(row: Row, logs_CV: Tensor) -> Scored:
     return Scored(float(scores_C.double().sum()), bool((logs_CV.argmax(-1) == ids_C).all()))
 
 
-def _score_whole(
-    model: KeelForCausalLM, prompt: _Prompt, token_budget: int, device: torch.device | str
-) -> list[Scored]:
-    """Read the prompt with each of its options anew."""
-    width = max(len(row.ids) for row in prompt.rows)
-    at_once, found = max(1, token_budget // width), []
-    for begin in range(0, len(prompt.rows), at_once):
-        rows = prompt.rows[begin : begin + at_once]
-        ids_NT = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows], device=device)
-        attended_NT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows], device=device)
-        logits_NTV = model(
-            ids_NT, attention_mask=attended_NT, **row_inputs(rows, num_layers(model), device=device)
-        ).logits
-        for row, logits_TV in zip(rows, logits_NTV, strict=True):
-            found.append(_scored(row, logits_TV[row.num_prompt - 1 : len(row.ids) - 1].float().log_softmax(-1)))
-    return found
+def _score_apart(
+    model: KeelForCausalLM, prompts: Sequence[_Prompt], token_budget: int, device: torch.device | str
+) -> Iterator[list[Scored]]:
+    """Read every prompt with each of its options anew; yields the scores prompt by prompt."""
+    batch: list[_Prompt] = []
+    for prompt, following in itertools.zip_longest(prompts, prompts[1:]):
+        batch.append(prompt)
+        grown = [row for one in (*batch, following) if one is not None for row in one.rows]
+        if following is not None and len(grown) * max(len(row.ids) for row in grown) <= token_budget:
+            continue
+        rows = iter([score for part in _parts(batch, token_budget) for score in _score_whole(model, part, device)])
+        for one in batch:
+            yield [next(rows) for _ in one.rows]
+        batch = []
+
+
+def _parts(batch: Sequence[_Prompt], token_budget: int) -> Iterator[list[Row]]:
+    """Yield the rows of a batch in as few parts as the budget allows: one, but for a request that is too large alone."""
+    rows = [row for one in batch for row in one.rows]
+    at_once = max(1, token_budget // max(len(row.ids) for row in rows))
+    for begin in range(0, len(rows), at_once):
+        yield rows[begin : begin + at_once]
+
+
+def _score_whole(model: KeelForCausalLM, rows: list[Row], device: torch.device | str) -> list[Scored]:
+    """Score what stands behind the prompt of each row, in one pass without a cache."""
+    width = max(len(row.ids) for row in rows)
+    before = min(row.num_prompt for row in rows) - 1  # columns whose logits nobody asks for
+    ids_NT = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows], device=device)
+    attended_NT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows], device=device)
+    logits_NCV = model(
+        ids_NT,
+        attention_mask=attended_NT,
+        logits_to_keep=width - before,
+        **row_inputs(rows, num_layers(model), device=device),
+    ).logits
+    return [
+        _scored(row, logits_CV[row.num_prompt - 1 - before : len(row.ids) - 1 - before].float().log_softmax(-1))
+        for row, logits_CV in zip(rows, logits_NCV, strict=True)
+    ]
 
 
 def _go_on(model: KeelForCausalLM, options: list[Row], owner_N: Tensor, cache: Any, attended_BP: Tensor) -> Tensor:

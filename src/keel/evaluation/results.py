@@ -84,10 +84,10 @@ class Curve(_Model):
         """Return the same with the n-th measurement of every seed in one row, at the mean of their x.
 
         Seeds are measured at the same steps; where texts are read whole, questions say, these are not the same numbers of tokens, and
-        nearly every x is one seed's alone. Where they are the same, a value that is not there was not finite, and stays.
+        at least two seeds have an x of their own. Where all share theirs, a value that is not there was not finite, and stays.
         """
-        held = [sum(value is not None for value in row) for row in self.values]
-        if held.count(1) <= sum(count > 1 for count in held):
+        alone = [row for row in self.values if sum(value is not None for value in row) == 1]
+        if sum(any(value is not None for value in column) for column in zip(*alone, strict=True)) < 2:
             return self
         seeds = [
             [(x, value) for x, value in zip(self.x, column, strict=True) if value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def check_before(recipe: Recipe) -> None:
     for name, source in ({} if recipe.trees is None else recipe.trees.sources).items():
         with naming(f"trees.sources.{name}"):
             check_source(source)
-    for arm in recipe.trained_arms():
+    for arm in recipe.arms:
         streams = recipe.streams_of(arm)
         shape = _shape(recipe, arm) if streams else None
         for name, fields in streams.items():
@@ -61,7 +62,9 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def _shape(recipe: Recipe, arm: str) -> HostShape | None:
     """Return the sizes of an arm's host; None for an encoder, whose streams are its own, and for a checkpoint that is no folder here."""
-    config: PreTrainedConfig | None = recipe.host_config(arm)
+    trained = recipe.arms[arm].weights_of or arm
+    config: PreTrainedConfig | None = recipe.host_config(recipe.arms[trained].host_of or trained)
     if config is None and Path(recipe.host["checkpoint"]).is_dir():
-        config = AutoConfig.from_pretrained(recipe.host["checkpoint"], trust_remote_code=False)
+        with contextlib.suppress(OSError, ValueError):  # loading it says better what is wrong
+            config = AutoConfig.from_pretrained(recipe.host["checkpoint"], trust_remote_code=False)
     return host_shape(config) if config is not None and hasattr(config, "num_attention_heads") else None

@@ -205,13 +205,14 @@ class TreeStream(Stream):
         if inputs.document_starts_BT is not None or inputs.num_past:
             begun_BS = torch.where(rows["marks"] == 2, index_BS, 0).cummax(1).values
             flow.document_BT = begun_BS[:, -length:]
-        trees, goes_on = inputs.trees, [inputs.trees is None] * len(index_BS)
+        trees = inputs.trees
+        goes_on: list[bool] = []
         if trees is None and has_trees:
             trees, goes_on = self._found(rows, length)
         if trees is not None:
             self._check(trees, inputs)
             flow.memory = self._memory(trees, rows["embeddings"], attended_BS, begun_BS)
-        if any(goes_on) and inputs.num_past and _MEMORY[0] in state:
+        if (trees is None or any(goes_on)) and inputs.num_past and _MEMORY[0] in state:
             kept = _kept(state, index_BS[:, -length - 1] + 1)
             flow.memory = kept if flow.memory is None else _row_by_row(goes_on, kept, flow.memory)
         if flow.memory is not None:
@@ -238,8 +239,8 @@ class TreeStream(Stream):
         """Look every document of the rows up by its ids.
 
         Args: length: of this pass; a document that begins in it is a text and not what was generated behind one.
-        Returns: the trees, None where no document is known; and which rows have one that began earlier and goes on unknown, as behind
-            a prompt: all that such a row reads is what it read before.
+        Returns: the trees, None where no document is known; and which rows end with one that began earlier and goes on unknown, as
+            behind a prompt: all that such a row reads is what it read before.
         Raises: KeelError for a text that the lookup should know and does not.
         """
         if torch.compiler.is_compiling():
@@ -261,11 +262,11 @@ class TreeStream(Stream):
                 elif document and begin >= num_past and hasattr(self._lookup, "missing"):
                     raise KeelError(self._lookup.missing(document))
                 else:
-                    unknown = unknown or begin < num_past
+                    unknown = begin < num_past and end == len(attended)
             found.append(joined(parts, self.config.tree_scope))
             goes_on.append(unknown)
         if not any(map(len, found)):
-            return None, [True] * len(found)
+            return None, goes_on
         device = rows["ids"].device
         return {name: tensor.to(device) for name, tensor in collate(found, self.num_layers).items()}, goes_on
 

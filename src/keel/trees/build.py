@@ -59,10 +59,11 @@ class BuildPlan:
     def __post_init__(self) -> None:
         if self.start is not None and self.max_tokens is not None:
             raise KeelError("prompts are not cut off, or their options would be; leave max_tokens out")
-        if self.scope == "prefix" and self.source.startswith("bracketed:"):
+        if self.source.startswith("bracketed:") and (self.scope == "prefix" or self.max_tokens is not None):
+            asked = "scope prefix" if self.scope == "prefix" else f"max_tokens={self.max_tokens}"
             raise KeelError(
-                f"{self.source} with scope prefix: a treebank has trees of whole sentences, and of no sentence's beginnings; take a "
-                "source that parses, or scope sentence"
+                f"{self.source} with {asked}: a treebank has trees of whole sentences, and of no sentence's beginnings; take a source that "
+                "parses, or leave that out"
             )
         if self.max_chunks < 1:
             raise KeelError(f"max_chunks={self.max_chunks}; keep at least 1 chunk of each height")

@@ -104,9 +104,9 @@ class TreeCache:
         self._local = threading.local()
         if read_only and not self.path.is_file():
             raise KeelError(f"there is no cache of trees at {self.path}; build it with keel trees build")
-        if self.path.exists() and not _may_be_a_cache(self.path):
-            raise KeelError(f"{self.path} is there and is no cache of trees; name another file")
         with self._reporting():
+            if self.path.exists() and not _may_be_a_cache(self.path):
+                raise KeelError(f"{self.path} is there and is no cache of trees; name another file")
             if not read_only:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._connection().executescript(_TABLES)
@@ -208,8 +208,9 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
             if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
                 connection.execute("PRAGMA journal_mode = WAL")
             return
-        except sqlite3.OperationalError:
-            if time.monotonic() > until:
+        except sqlite3.OperationalError as error:
+            locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not locked or time.monotonic() > until:
                 raise
             time.sleep(0.02)
 
