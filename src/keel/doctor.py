@@ -9,14 +9,12 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
-from pydantic import BaseModel
 
 from keel.data.corpora import data_root
 from keel.errors import KeelError
@@ -25,6 +23,7 @@ from keel.ops.compiled import find_compiler
 from keel.training.build import run_that_makes
 from keel.training.processor import native_precision
 from keel.training.recipe import Recipe, Simulation, list_recipes, load_any, recipe_scales
+from keel.training.section import named_in
 
 State = Literal["ok", "absent", "broken"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -92,19 +91,9 @@ def _sources(recipe: Recipe | Simulation) -> list[str]:
     given = [recipe.data.corpus, *recipe.passages().values()]
     texts = [str(one) for fields in given if fields is not None for one in fields.get("sources") or [fields["source"]]]
     checkpoint = recipe.host.get("checkpoint")
-    asked = _named([recipe.data.questions, recipe.trees, recipe.evaluation])
+    sections = (recipe.data.questions, recipe.trees, recipe.evaluation)
+    asked = [source for section in sections for _, source in named_in(section)]
     return [*texts, *asked, *([] if checkpoint is None else [f"checkpoint:{checkpoint}"])]
-
-
-def _named(value: Any) -> Iterator[str]:
-    """Yield whatever is named ``data:…`` or ``hub:…`` anywhere in sections of a recipe."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if isinstance(value, str) and value.startswith(("data:", "hub:")):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _named(part)
 
 
 def duration(minutes: float | None) -> str:

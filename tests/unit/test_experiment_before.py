@@ -8,8 +8,9 @@ import pytest
 from transformers import LlamaConfig
 
 from keel.errors import KeelError
-from keel.experiment.before import _files, check_before
+from keel.experiment.before import check_before
 from keel.training import Recipe, load_recipe
+from keel.training.section import named_in
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KEEL_DATA", str(tmp_path))
     for recipe in (load_recipe("gtca/main", scale) for scale in ("tiny", "small")):
         for section in (recipe.evaluation, recipe.data.questions, recipe.trees):
-            for _, name in _files(section, ""):
+            for _, name in named_in(section):
                 path = tmp_path / name.removeprefix("data:")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import BaseModel
 from transformers import AutoConfig, PreTrainedConfig
 
 from keel.data.conllu import data_path
@@ -16,6 +13,7 @@ from keel.errors import naming
 from keel.hosts import HostShape, host_shape
 from keel.streams import TreeStream, stream_from_config
 from keel.training import Recipe
+from keel.training.section import named_in
 from keel.trees.lookup import open_lookup
 from keel.trees.sources import check_source
 
@@ -28,9 +26,10 @@ def check_before(recipe: Recipe) -> None:
     """
     sections = {"evaluation": recipe.evaluation, "data.questions": recipe.data.questions, "trees": recipe.trees}
     for section, value in sections.items():
-        for where, source in _files(value, section):
-            with naming(where):
-                data_path(source)
+        for where, source in named_in(value, section):
+            if not source.startswith("hub:"):
+                with naming(where):
+                    data_path(source)
     for name, source in ({} if recipe.trees is None else recipe.trees.sources).items():
         with naming(f"trees.sources.{name}"):
             check_source(source)
@@ -44,20 +43,6 @@ def check_before(recipe: Recipe) -> None:
                     stream.build(shape)
                 if isinstance(stream, TreeStream) and stream.config.lookup is not None:
                     open_lookup(stream.config.lookup, stream.config.tree_scope)
-
-
-def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yield every file below a section, with its field: what is named ``data:…``, or is written as a path."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if isinstance(value, str) and value.startswith(("data:", "/", "./", "../", "~")):
-        yield where, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _files(part, f"{where}.{key}")
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _files(part, f"{where}.{index}")
 
 
 def _shape(recipe: Recipe, arm: str) -> HostShape | None:

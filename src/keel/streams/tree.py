@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ from keel.ops.attention import attention, better_by_products
 from keel.ops.padding import take_columns
 from keel.ops.spans import span_means
 from keel.streams.base import Flow, PassInputs, PassResult, State, Stream
-from keel.trees.chunks import collate, joined
-from keel.trees.lookup import Lookup, open_lookup
+from keel.trees.chunks import collate
+from keel.trees.lookup import Lookup, look_up, open_lookup
 
 _CHOICES = {"tree_scope": ("sentence", "prefix"), "gate": ("head", "none"), "init": ("identity", "paper")}
 
@@ -236,39 +235,17 @@ class TreeStream(Stream):
         return rows
 
     def _found(self, rows: State, length: int) -> tuple[dict[str, Tensor] | None, list[bool]]:
-        """Look every document of the rows up by its ids.
-
-        Args: length: of this pass; a document that begins in it is a text and not what was generated behind one.
-        Returns: the trees, None where no document is known; and which rows end with one that began earlier and goes on unknown, as
-            behind a prompt: all that such a row reads is what it read before.
-        Raises: KeelError for a text that the lookup should know and does not.
-        """
+        """Return the trees of the rows, None where no text is known, and which rows go on behind one: see ``look_up``."""
         if torch.compiler.is_compiling():
             raise KeelError("trees cannot be looked up inside a compiled model; give trees=")
         assert self.config.lookup is not None
         if self._lookup is None:
             self._lookup = open_lookup(self.config.lookup, self.config.tree_scope)
-        found, goes_on = [], []
-        for ids, marks in zip(rows["ids"].tolist(), rows["marks"].tolist(), strict=True):
-            attended = [(token, mark) for token, mark in zip(ids, marks, strict=True) if mark]
-            begins = [0, *(i for i, (_, mark) in enumerate(attended) if mark == 2 and i), len(attended)]
-            num_past = sum(mark > 0 for mark in marks[: len(marks) - length])
-            parts, unknown = [], False
-            for begin, end in itertools.pairwise(begins):
-                document = [token for token, _ in attended[begin:end]]
-                chunks = self._lookup(document)
-                if chunks is not None:
-                    parts.append(chunks.shifted(begin))
-                elif document and begin >= num_past and hasattr(self._lookup, "missing"):
-                    raise KeelError(self._lookup.missing(document))
-                else:
-                    unknown = begin < num_past and end == len(attended)
-            found.append(joined(parts, self.config.tree_scope))
-            goes_on.append(unknown)
+        ids, marks = rows["ids"], rows["marks"]
+        found, goes_on = look_up(self._lookup, ids.tolist(), marks.tolist(), length, self.config.tree_scope)
         if not any(map(len, found)):
             return None, goes_on
-        device = rows["ids"].device
-        return {name: tensor.to(device) for name, tensor in collate(found, self.num_layers).items()}, goes_on
+        return {name: tensor.to(ids.device) for name, tensor in collate(found, self.num_layers).items()}, goes_on
 
     def _check(self, trees: Mapping[str, Tensor], inputs: PassInputs) -> None:
         given = "prefix" if "causal" in trees else "sentence"

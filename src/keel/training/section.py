@@ -1,8 +1,8 @@
-"""What every section of a recipe is: a pydantic model that knows its fields, and the kinds of numbers in it."""
+"""What every section of a recipe is: a pydantic model that knows its fields, the kinds of numbers in it, and what it names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,3 +31,14 @@ class Section(BaseModel):
                         "unknown_field", "{field}", {"field": str(name), "hint": suggest(str(name), cls.model_fields)}
                     )
         return given
+
+
+def named_in(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what sections of a recipe read, with the field: what is named ``data:…`` or ``hub:…``, or written as a path."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, str) and value.startswith(("data:", "hub:", "/", "./", "../", "~")):
+        yield where, value
+    elif isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_in(part, f"{where}.{key}")
